@@ -1,0 +1,19 @@
+"""Stable positions of a conversation: where a snapshot is worth keeping (design: conversations and boundaries)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+BoundaryKind = Literal["trunk", "turn_start", "turn_end", "declared", "branch", "periodic", "fixed", "suspended"]
+
+
+class Boundary(msgspec.Struct, frozen=True, array_like=True):
+    """A token position that later prompts are expected to repeat up to.
+
+    position counts the tokens before it. `suspended` is the engine's own kind: the state of a preempted request.
+    """
+
+    position: int
+    kind: BoundaryKind

@@ -1,0 +1,21 @@
+"""The engine's settings, resolved once by the command line and sent to the engine process as its first message."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Every field has a working default; None means "decide from the machine and the model, and log it"."""
+
+    model: str  # folder, GGUF file, or a catalog name ("demo", "smollm2")
+    dtype: str | None = None  # "bfloat16", "float32"; None: bfloat16 where the CPU has instructions for it, else float32
+    max_running: int | None = None  # requests that may run at once
+    max_model_len: int | None = None  # tokens of prompt + output; None: the model's own limit
+    memory_bytes: int | None = None  # for pages and state rows together; None: a share of what is free
+    num_pages: int | None = None  # overrides the split of memory_bytes (tests, experiments)
+    num_state_rows: int | None = None
+    page_size: int = 16
+    max_step_tokens: int = 512  # tokens computed in one step: prefill chunks share it with decodes
+    num_threads: int | None = None  # None: all cores
+    prefix_caching: bool = True

@@ -1,0 +1,70 @@
+"""A request inside the engine: what is known of it, how far it is computed, and how its tokens are chosen.
+
+One rule for all work: a request has known tokens and computed tokens, and each step computes part of the gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from turnkeep.cache.boundary import Boundary
+
+if TYPE_CHECKING:
+    from turnkeep.cache.sequence_cache import SequenceCache
+
+FinishReason = Literal["stop", "length", "abort", "refused", "error"]
+RequestStatus = Literal["waiting", "running", "suspended", "finished"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen. temperature 0 is greedy; ties go to the lowest token id.
+
+    Sampling adds Gumbel noise keyed by (seed, position, token), so the same request with the same seed gives the
+    same tokens in any batch, chunking or cache state.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    seed: int = 0  # 64-bit, non-negative
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False  # stop_token_ids are then not looked at
+    min_new_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    num_logprobs: int | None = None  # None: no logprobs; 0: only the chosen token's
+
+
+@dataclass(slots=True)
+class Request:
+    """The live object; it never leaves the engine."""
+
+    request_id: str
+    token_ids: list[int]  # known tokens: the prompt, then what was generated
+    num_prompt_tokens: int
+    boundaries: tuple[Boundary, ...]
+    sampling: SamplingParams
+    conversation_id: str | None = None
+    cache_root: str = ""  # tenant and cache salt; prefixes are never shared across roots
+    priority: int = 0
+    arrival_s: float = 0.0
+    status: RequestStatus = "waiting"
+    cache: SequenceCache | None = None
+    num_cached_tokens: int = 0  # reused at first admission
+    num_matched_tokens: int = 0  # what the attention pages alone matched at first admission
+    num_suspensions: int = 0
+    finish_reason: FinishReason | None = None
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    metadata: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens

@@ -1,0 +1,83 @@
+"""What one step computes, as values only: the runner needs the plan and the pools, nothing else.
+
+A plan holds no tensors and no live objects, so tests assert on whole plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from turnkeep.scheduler.request import SamplingParams
+
+
+@dataclass(slots=True, frozen=True)
+class PageCopy:
+    """Copy the first `num_tokens` slots of page `source` to page `target` in every attention layer (copy-on-write)."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class RowCopy:
+    """Copy state row `source` to row `target` in every recurrent layer."""
+
+    source: int
+    target: int
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingHistory:
+    """What penalties need of a request: its prompt and output so far. Only present when a penalty is set."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+
+
+@dataclass(slots=True, frozen=True)
+class StepItem:
+    """Compute known tokens [start, start + len(token_ids)) of one request."""
+
+    request_id: str
+    token_ids: list[int]
+    start: int  # tokens computed before this step
+    page_ids: npt.NDArray[np.int32]  # pages covering [0, start + len(token_ids))
+    state_row: int | None
+    exports: tuple[tuple[int, int], ...]  # (position, state row): save the state after `position` tokens, start < position <= end
+    sampling: SamplingParams | None  # None: the chunk ends before the last known token, nothing is sampled
+    num_output_tokens: int = 0  # generated so far (for min_new_tokens)
+    history: SamplingHistory | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class StepPlan:
+    """Copies first, then all items in one forward pass. Items with one token and context come first."""
+
+    page_copies: tuple[PageCopy, ...]
+    row_copies: tuple[RowCopy, ...]
+    items: tuple[StepItem, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.token_ids) for item in self.items)
+
+
+@dataclass(slots=True, frozen=True)
+class SampledToken:
+    """The token sampled after the last position of an item; logprobs only when asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class StepOutput:
+    """request_id -> sampled token, for the items of the plan that wanted one."""
+
+    tokens: dict[str, SampledToken]
+    duration_s: float
