@@ -9,7 +9,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Every field has a working default; None means "decide from the machine and the model, and log it"."""
 
     model: str  # folder, GGUF file, or a catalog name ("demo", "smollm2")
-    dtype: str | None = None  # "bfloat16", "float32"; None: bfloat16 where the CPU has instructions for it, else float32
+    dtype: str | None = None  # "bfloat16", "float32"; None: bfloat16 where the CPU has instructions for it
     max_running: int | None = None  # requests that may run at once
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's own limit
     memory_bytes: int | None = None  # for pages and state rows together; None: a share of what is free

@@ -10,24 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from turnkeep.cache.copies import PageCopy, RowCopy
 from turnkeep.scheduler.request import SamplingParams
-
-
-@dataclass(slots=True, frozen=True)
-class PageCopy:
-    """Copy the first `num_tokens` slots of page `source` to page `target` in every attention layer (copy-on-write)."""
-
-    source: int
-    target: int
-    num_tokens: int
-
-
-@dataclass(slots=True, frozen=True)
-class RowCopy:
-    """Copy state row `source` to row `target` in every recurrent layer."""
-
-    source: int
-    target: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,7 +31,7 @@ class StepItem:
     start: int  # tokens computed before this step
     page_ids: npt.NDArray[np.int32]  # pages covering [0, start + len(token_ids))
     state_row: int | None
-    exports: tuple[tuple[int, int], ...]  # (position, state row): save the state after `position` tokens, start < position <= end
+    exports: tuple[tuple[int, int], ...]  # (position, row): save the state of that position; start < position <= end
     sampling: SamplingParams | None  # None: the chunk ends before the last known token, nothing is sampled
     num_output_tokens: int = 0  # generated so far (for min_new_tokens)
     history: SamplingHistory | None = None
