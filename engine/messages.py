@@ -122,7 +122,7 @@ class Finished(msgspec.Struct, tag="finished", kw_only=True, omit_defaults=True)
     message: str | None = None
 
 
-class Stats(msgspec.Struct, tag="stats", kw_only=True):
+class Stats(msgspec.Struct, tag="stats", kw_only=True, omit_defaults=True):
     """A snapshot of counters and gauges by name; also the heartbeat (sent about once a second)."""
 
     num_steps: int
@@ -133,6 +133,7 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True):
     num_free_rows: int
     gauges: dict[str, float] = {}
     counters: dict[str, float] = {}  # monotonic since the engine started
+    requested: bool = False  # the answer to a ReadStats, not a heartbeat
 
 
 ToEngine = Submit | Abort | Stop | EndTurn | CloseConversation | ReadStats | Shutdown

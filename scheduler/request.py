@@ -53,17 +53,31 @@ class Request:
     sampling: SamplingParams
     conversation_id: str | None = None
     cache_root: str = ""  # tenant and cache salt; prefixes are never shared across roots
-    priority: int = 0
+    priority: int = 0  # lower goes first
     arrival_s: float = 0.0
+    arrival_number: int = 0  # given by the scheduler; orders requests of equal priority
     status: RequestStatus = "waiting"
     cache: SequenceCache | None = None
     num_cached_tokens: int = 0  # reused at first admission
     num_matched_tokens: int = 0  # what the attention pages alone matched at first admission
     num_suspensions: int = 0
+    num_bypassed: int = 0  # admissions of later requests while this one did not fit
+    num_prefix_waits: int = 0  # requests whose prefill of a shared prefix this one waited for
+    prefix_leader_id: str | None = None  # the one it waits for now
     finish_reason: FinishReason | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
     metadata: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: the smallest goes first, and never has to give way to another."""
+        return (self.priority, self.arrival_number)
+
+    @property
+    def max_computed_tokens(self) -> int:
+        """Tokens that are computed by the time it finishes: the last sampled one is never fed to the model."""
+        return self.num_prompt_tokens + self.sampling.max_new_tokens - 1
 
     @property
     def num_output_tokens(self) -> int:

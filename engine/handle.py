@@ -1,0 +1,56 @@
+"""The server's side of an engine: submit requests, get their events, know whether the engine lives. No torch.
+
+ProcessEngine starts the engine in its own process; InProcessEngine runs the same loop in a thread, for tests and for
+offline use. All methods are called from one asyncio event loop.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from turnkeep.engine.in_process_engine import InProcessEngine
+from turnkeep.engine.local_handle import EngineStartError
+from turnkeep.engine.messages import Ready, Stats, Submit
+from turnkeep.engine.process_engine import ProcessEngine
+from turnkeep.engine.request_events import RequestEvent, RequestEvents
+
+__all__ = ["EngineHandle", "EngineStartError", "InProcessEngine", "ProcessEngine", "RequestEvent", "RequestEvents"]
+
+
+class EngineHandle(Protocol):
+    """What the server needs of an engine."""
+
+    @property
+    def alive(self) -> bool:
+        """The engine was started and has not died or been closed."""
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the engine was last heard of (it reports about once a second)."""
+
+    async def start(self) -> Ready:
+        """Load the model; returns when the engine can take requests. Raises EngineStartError."""
+
+    def submit(self, message: Submit) -> RequestEvents:
+        """Start a request. Raises ValueError when a request of this id is still open.
+
+        When the engine is dead, the events are one Finished(error).
+        """
+
+    def stop(self, request_id: str) -> None:
+        """Finish the request now with reason "stop"."""
+
+    def end_turn(self, request_id: str, stable_tokens: int) -> None:
+        """After Finished: how many tokens of prompt + output the next prompt is expected to repeat."""
+
+    def close_conversation(self, cache_root: str, conversation_id: str) -> None:
+        """The conversation will not return."""
+
+    def stats(self) -> Stats:
+        """The newest Stats heard of; at most about a second old while the engine is alive."""
+
+    async def read_stats(self) -> Stats:
+        """Stats as of now. Raises ConnectionError when the engine is dead."""
+
+    async def close(self) -> None:
+        """End the engine; open requests get Finished. Idempotent."""
