@@ -1,0 +1,57 @@
+"""Attention over keys and values stored in pages, and writing them there.
+
+Every device takes the reference; a faster kernel for a device is chosen in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from turnkeep.kernels.paged_attention.reference import paged_attention_reference, write_kv_reference
+
+__all__ = ["paged_attention", "write_kv"]
+
+
+def write_kv(kv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store keys and values [T, Hkv, D] in slots slot_mapping [T] (page_id * page_size + offset) of kv, in place.
+
+    kv [2, P, page_size, Hkv, D]. Raises ValueError for shapes that do not fit.
+    """
+    if keys.shape != values.shape or keys.shape[1:] != kv.shape[3:] or slot_mapping.shape != keys.shape[:1]:
+        raise ValueError(
+            f"write_kv: keys {tuple(keys.shape)}, values {tuple(values.shape)}, slots {tuple(slot_mapping.shape)} "
+            f"do not fit kv {tuple(kv.shape)}"
+        )
+    write_kv_reference(kv, keys, values, slot_mapping)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: Sequence[int],
+    context_lens: Sequence[int],
+    num_decodes: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of packed queries over their own request's pages; the step's keys are already written.
+
+    q [T, Hq, D], Hq a multiple of Hkv (query head h reads key head h // (Hq / Hkv)); kv [2, P, page_size, Hkv, D];
+    page_table [R, max_pages] int64, padded with page 0, whose slots hold finite values. The query at offset i of
+    request r sees its positions [0, context_lens[r] + i]. The first num_decodes requests have one token each.
+    What lies in slots past a request's length never matters, NaN included. Returns [T, Hq, D] in the dtype of q.
+    Raises ValueError for shapes and lengths that do not fit.
+    """
+    num_heads, num_kv_heads = q.shape[1], kv.shape[3]
+    if q.dim() != 3 or kv.dim() != 5 or q.shape[2] != kv.shape[4] or num_heads % num_kv_heads:
+        raise ValueError(f"paged_attention: q {tuple(q.shape)} does not fit kv {tuple(kv.shape)}")
+    if len(seq_lens) != page_table.shape[0] or len(context_lens) != len(seq_lens) or sum(seq_lens) != q.shape[0]:
+        raise ValueError(
+            f"paged_attention: {q.shape[0]} tokens, page table {tuple(page_table.shape)}, lengths {list(seq_lens)}, "
+            f"context lengths {list(context_lens)} do not fit together"
+        )
+    if not 0 <= num_decodes <= len(seq_lens) or any(length != 1 for length in seq_lens[:num_decodes]):
+        raise ValueError(f"paged_attention: the first {num_decodes} of lengths {list(seq_lens)} are not all 1")
+    return paged_attention_reference(q, kv, page_table, seq_lens, context_lens, num_decodes, scale)
