@@ -28,9 +28,10 @@ class RMSNorm(nn.Module):
         self.eps, self.num_groups = eps, num_groups
 
     def forward(self, x: Tensor) -> Tensor:
-        grouped = x.float().unflatten(-1, (self.num_groups, -1))
+        grouped = x.float().reshape(*x.shape[:-1], self.num_groups, -1)
         normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.flatten(-2)
+        out: Tensor = self.weight * normed.flatten(-2)
+        return out
 
 
 def segment_sums(log_decay: Tensor) -> Tensor:
@@ -43,8 +44,8 @@ def segment_sums(log_decay: Tensor) -> Tensor:
     index = torch.arange(size, device=log_decay.device)
     later = (index[:, None, None] <= index[None, :, None]) & (index[:, None, None] > index[None, None, :])
     with torch.autocast("cpu", enabled=False):
-        sums = (log_decay.float() @ later.flatten(1).float()).unflatten(-1, (size, size))
-    return sums.masked_fill(index[:, None] < index[None, :], -math.inf)
+        sums = (log_decay.float() @ later.flatten(1).float()).reshape(*log_decay.shape, size)
+    return torch.masked_fill(sums, index[:, None] < index[None, :], -math.inf)
 
 
 def ssd_scan(x: Tensor, dt: Tensor, a_log: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ def ssd_scan(x: Tensor, dt: Tensor, a_log: Tensor, b: Tensor, c: Tensor) -> Tens
     [batch, length, groups, state]; length is a multiple of `CHUNK`. Returns y shaped like x, without the D skip.
     """
     num_heads, num_groups = x.shape[2], b.shape[2]
-    x, dt, b, c = (t.unflatten(1, (-1, CHUNK)) for t in (x, dt, b, c))
+    x, dt, b, c = (t.reshape(t.shape[0], -1, CHUNK, *t.shape[2:]) for t in (x, dt, b, c))
     log_decay = (dt * -torch.exp(a_log.float())).permute(0, 1, 3, 2)  # batch, chunk, head, token
     segments = segment_sums(log_decay)
     decay = torch.exp(segments)
@@ -69,10 +70,10 @@ def ssd_scan(x: Tensor, dt: Tensor, a_log: Tensor, b: Tensor, c: Tensor) -> Tens
     # The state before chunk k is what the chunks up to k-1 left; row k-1 of `carried` decays it to there.
     carried = F.pad(carried[..., :-1, :], (0, 0, 1, 0))
     entering = carried @ states.permute(0, 2, 1, 3, 4).flatten(3)
-    entering = entering.unflatten(-1, states.shape[3:]).permute(0, 2, 1, 3, 4)
+    entering = entering.reshape(*entering.shape[:3], *states.shape[3:]).permute(0, 2, 1, 3, 4)
     from_start = torch.exp(segments[..., :, 0] + log_decay[..., :1])[..., None]
     across = (c @ entering.transpose(-1, -2)) * from_start
-    return (inside + across).permute(0, 1, 3, 2, 4).flatten(1, 2)
+    return torch.flatten((inside + across).permute(0, 1, 3, 2, 4), 1, 2)
 
 
 class Mamba2(nn.Module):
@@ -95,18 +96,19 @@ class Mamba2(nn.Module):
         self.out_proj = nn.Linear(self.inner, hidden, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, xbc, dt = self.in_proj(hidden).split([self.inner, self.conv_dim, self.num_heads], dim=-1)
+        gate, xbc, dt = torch.split(self.in_proj(hidden), [self.inner, self.conv_dim, self.num_heads], dim=-1)
         length = xbc.shape[1]
         padded = F.pad(xbc, (0, 0, self.kernel - 1, 0))
         taps = self.conv1d.weight.squeeze(1)
         assert self.conv1d.bias is not None
         mixed = self.conv1d.bias + sum(padded[:, i : i + length] * taps[:, i] for i in range(self.kernel))
-        x, b, c = F.silu(mixed).split([self.inner, *[self.num_groups * self.state] * 2], dim=-1)
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
-        b, c = (t.unflatten(-1, (self.num_groups, self.state)) for t in (b, c))
+        x, b, c = torch.split(F.silu(mixed), [self.inner, *[self.num_groups * self.state] * 2], dim=-1)
+        x = x.reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        b, c = (t.reshape(*t.shape[:2], self.num_groups, self.state) for t in (b, c))
         step = F.softplus(dt.float() + self.dt_bias)
         y = ssd_scan(x, step, self.A_log, b, c) + self.D[:, None] * x
-        return self.out_proj(self.norm(y.flatten(2).float() * F.silu(gate.float())))
+        out: Tensor = self.out_proj(self.norm(y.flatten(2).float() * F.silu(gate.float())))
+        return out
 
 
 class Attention(nn.Module):
@@ -123,12 +125,13 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         q, k, v = (
-            proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            proj(hidden).reshape(*hidden.shape[:2], -1, self.head_dim).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         k, v = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out
 
 
 class MLP(nn.Module):
@@ -140,7 +143,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config["intermediate_size"], config["hidden_size"], bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(F.relu(self.up_proj(hidden)).square())
+        out: Tensor = self.down_proj(F.relu(self.up_proj(hidden)).square())
+        return out
 
 
 class Block(nn.Module):
@@ -153,7 +157,8 @@ class Block(nn.Module):
         self.mixer = mixers[kind](config)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.mixer(self.norm(hidden))
+        out: Tensor = hidden + self.mixer(self.norm(hidden))
+        return out
 
 
 class Backbone(nn.Module):
@@ -173,15 +178,17 @@ class MTP(nn.Module):
         super().__init__()
         hidden, eps = config["hidden_size"], config["layer_norm_epsilon"]
         first, second = Block(config, "*"), Block(config, "-")
-        first.enorm, first.hnorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
-        first.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
-        second.final_layernorm = RMSNorm(hidden, eps)
+        first.add_module("enorm", RMSNorm(hidden, eps))
+        first.add_module("hnorm", RMSNorm(hidden, eps))
+        first.add_module("eh_proj", nn.Linear(2 * hidden, hidden, bias=False))
+        second.add_module("final_layernorm", RMSNorm(hidden, eps))
         self.layers = nn.ModuleList([first, second])
 
     def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         first, second = self.layers
-        joined = torch.cat([first.enorm(embedded), first.hnorm(hidden)], dim=-1)
-        out: Tensor = second.final_layernorm(second(first(first.eh_proj(joined))))
+        enorm, hnorm, eh_proj = (first.get_submodule(name) for name in ("enorm", "hnorm", "eh_proj"))
+        joined = torch.cat([enorm(embedded), hnorm(hidden)], dim=-1)
+        out: Tensor = second.get_submodule("final_layernorm")(second(first(eh_proj(joined))))
         return out
 
 

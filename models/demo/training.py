@@ -115,7 +115,7 @@ class Trainer:
             main = head_loss(self.model, select(hidden, ids, weights, 1))
             mtp = head_loss(self.model, select(ahead, ids, weights, 2))
         self.optimizer.zero_grad(set_to_none=True)
-        (main + MTP_LOSS_WEIGHT * mtp).backward()
+        torch.autograd.backward(main + MTP_LOSS_WEIGHT * mtp)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
