@@ -1,0 +1,200 @@
+"""What a decoder is made of: sizes of each mixer and the order of the layers, read from a checkpoint's config.
+
+Owns the frozen `ModelConfig` and the reading of config fields with errors that name the field. Torch-free: the engine
+sizes its pools, and the server its limits, from these values. It knows no weight names and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Literal, NamedTuple
+
+LayerKind = Literal["mamba2", "attention", "mlp"]
+
+
+class ConfigError(ValueError):
+    """A model configuration lacks a field, contradicts itself, or asks for what is not supported."""
+
+
+class StatePartShape(NamedTuple):
+    """One named tensor of a recurrent layer's state: `shape` of one row, `dtype` by name."""
+
+    name: str
+    num_layers: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Config:
+    """Sizes of the Mamba-2 mixers. `dt_limit` bounds the step size after the softplus."""
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_width: int
+    chunk_size: int
+    dt_limit: tuple[float, float]
+    has_conv_bias: bool
+    has_bias: bool
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels that pass through the convolution: x, then B and C of every group."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions. `llama3` is (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings);
+    `divisors` divide the inverse frequencies one by one (the form GGUF files store)."""
+
+    theta: float
+    llama3: tuple[float, float, float, int] | None = None
+    divisors: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Sizes of the attention mixers; `rope` is None where positions are not encoded."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None
+    has_bias: bool
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class MLPConfig:
+    """Sizes of the MLP mixers: down(act(up(x))), or down(act(gate(x)) * up(x)) when gated."""
+
+    intermediate_size: int
+    activation: Literal["relu2", "silu"]
+    is_gated: bool
+    has_bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder. A layer here is one residual step, x + mixer(norm(x)): a Llama block counts as two layers."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layer_kinds: tuple[LayerKind, ...]
+    norm_eps: float
+    tie_word_embeddings: bool
+    residual_in_fp32: bool
+    max_position_embeddings: int
+    mamba2: Mamba2Config | None
+    attention: AttentionConfig | None
+    mlp: MLPConfig | None
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> ModelConfig:
+        """Read a Hugging Face config dict. Raises ConfigError naming the field or the unsupported feature."""
+        # The registry imports the model files, and those import this module.
+        from turnkeep.models.registry import read_config
+
+        return read_config(values)
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.layer_kinds.count("attention")
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        return self.layer_kinds.count("mamba2")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads of an attention layer, 0 without attention."""
+        return self.attention.num_kv_heads if self.attention else 0
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a key-value head, 0 without attention."""
+        return self.attention.head_dim if self.attention else 0
+
+    def state_parts(self) -> tuple[StatePartShape, ...]:
+        """What one state row holds; empty without recurrent layers.
+
+        Both parts are float32: the window holds raw inputs of the convolution, exact in any model dtype, and takes
+        about 2 % of a row, so that the element type of a snapshot does not depend on how the weights were loaded.
+        """
+        if self.mamba2 is None:
+            return ()
+        mamba2, num_layers = self.mamba2, self.num_recurrent_layers
+        return (
+            StatePartShape("conv", num_layers, (mamba2.conv_dim, mamba2.conv_width - 1), "float32"),
+            StatePartShape("ssm", num_layers, (mamba2.num_heads, mamba2.head_dim, mamba2.state_size), "float32"),
+        )
+
+
+class ConfigFields:
+    """A config dict with typed access: every error names the field and the model type."""
+
+    def __init__(self, values: Mapping[str, Any], model_type: str) -> None:
+        self.values = values
+        self.model_type = model_type
+
+    def error(self, message: str) -> ConfigError:
+        return ConfigError(f"config of model type {self.model_type!r}: {message}")
+
+    def get(self, name: str, *aliases: str) -> Any:
+        """The first of the names that is present and not null, else None."""
+        return next((self.values[key] for key in (name, *aliases) if self.values.get(key) is not None), None)
+
+    def integer(self, name: str, *aliases: str, default: int | None = None, minimum: int = 1) -> int:
+        value = self.get(name, *aliases)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(f"field {name!r} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.error(f"field {name!r} must be an integer of at least {minimum}, not {value!r}")
+        return value
+
+    def number(self, name: str, *aliases: str, default: float | None = None) -> float:
+        value = self.get(name, *aliases)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(f"field {name!r} is missing")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= 0:
+            raise self.error(f"field {name!r} must be a positive number, not {value!r}")
+        return float(value)
+
+    def flag(self, name: str, *aliases: str, default: bool) -> bool:
+        value = self.get(name, *aliases)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.error(f"field {name!r} must be true or false, not {value!r}")
+        return value
+
+    def choice(self, name: str, allowed: tuple[str, ...], default: str) -> str:
+        value = self.get(name)
+        value = default if value is None else value
+        if value not in allowed:
+            raise self.error(f"{name} = {value!r} is not supported (supported: {', '.join(allowed)})")
+        return str(value)
+
+    def grouped_heads(self) -> tuple[int, int]:
+        """(query heads, key-value heads), the first a multiple of the second."""
+        num_heads = self.integer("num_attention_heads")
+        num_kv_heads = self.integer("num_key_value_heads", default=num_heads)
+        if num_heads % num_kv_heads:
+            raise self.error(
+                f"num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = {num_kv_heads}"
+            )
+        return num_heads, num_kv_heads

@@ -1,0 +1,128 @@
+"""The decoder of every model type: embedding, residual layers of norm and mixer, final norm, output head.
+
+Owns the weights and the order of the layers. Knows no request, no file and no tensor name of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch
+from turnkeep.kernels.norm import rms_norm
+from turnkeep.kernels.rotary import rotary_cos_sin, rotary_frequencies
+from turnkeep.models.config import LayerKind, ModelConfig, RopeConfig
+from turnkeep.models.decoder_step import DecoderStep, split_recurrent
+from turnkeep.models.mixers.attention import AttentionMixer
+from turnkeep.models.mixers.mamba2 import Mamba2Mixer
+from turnkeep.models.mixers.mlp import MLPMixer
+from turnkeep.models.mixers.parameters import empty_parameter
+
+
+class ResidualLayer(nn.Module):
+    """x + mixer(norm(x)), added in place."""
+
+    def __init__(self, mixer: nn.Module, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.norm_eps = config.norm_eps
+        self.norm_weight = empty_parameter(config.hidden_size, dtype=dtype)
+        self.mixer = mixer
+
+    def forward(self, residual: Tensor, step: DecoderStep) -> Tensor:
+        """residual [T, hidden_size] in the model dtype or float32; the norm's output is always in the model dtype."""
+        normed = rms_norm(residual, self.norm_weight, self.norm_eps).to(self.dtype)
+        return residual.add_(self.mixer(normed, step))
+
+
+class Decoder(nn.Module):
+    """A decoder for inference. Weights are uninitialised until `weights.py` fills them.
+
+    `draft_tensors` names the tensors of the checkpoint's draft head, which this decoder does not use.
+    """
+
+    rotary_frequencies: Tensor | None
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.draft_tensors: tuple[str, ...] = ()
+        self.embedding = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(
+            ResidualLayer(_build_mixer(config, position, dtype), config, dtype)
+            for position in range(len(config.layer_kinds))
+        )
+        self.norm_weight = empty_parameter(config.hidden_size, dtype=dtype)
+        self.lm_head = (
+            None if config.tie_word_embeddings else empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
+        )
+        rope = config.attention.rope if config.attention else None
+        frequencies = _rotary_frequencies(rope, config.head_dim) if rope else None
+        self.register_buffer("rotary_frequencies", frequencies, persistent=False)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: CacheTensors) -> Tensor:
+        """Logits [K, V] float32 of the rows in `batch.logit_indices`; pages and state rows are updated in place.
+
+        Raises ValueError when the batch lacks the state rows that the model's layers need.
+        """
+        return self.logits(self.hidden(batch, cache))
+
+    @torch.inference_mode()
+    def hidden(self, batch: ForwardBatch, cache: CacheTensors) -> Tensor:
+        """The normed last hidden state [K, hidden_size] of the wanted rows: what the output head reads."""
+        config, frequencies = self.config, self.rotary_frequencies
+        step = DecoderStep(
+            batch=batch,
+            cache=cache,
+            recurrent=split_recurrent(batch) if config.mamba2 else None,
+            rotary=frequencies if frequencies is None else rotary_cos_sin(batch.positions, frequencies),
+        )
+        residual = functional.embedding(batch.token_ids, self.embedding)
+        if config.residual_in_fp32:
+            residual = residual.float()
+        for layer in self.layers:
+            residual = layer(residual, step)
+        wanted = residual.index_select(0, batch.logit_indices)
+        return rms_norm(wanted, self.norm_weight, config.norm_eps).to(self.dtype)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output head: hidden [K, hidden_size] -> [K, V] float32."""
+        return functional.linear(hidden, self.embedding if self.lm_head is None else self.lm_head).float()
+
+
+def _build_mixer(config: ModelConfig, position: int, dtype: torch.dtype) -> nn.Module:
+    kind: LayerKind = config.layer_kinds[position]
+    index = config.layer_kinds[:position].count(kind)  # which pool tensor of its kind the layer owns
+    if kind == "mamba2" and config.mamba2:
+        return Mamba2Mixer(config.mamba2, config.hidden_size, config.norm_eps, index, dtype)
+    if kind == "attention" and config.attention:
+        return AttentionMixer(config.attention, config.hidden_size, index, dtype)
+    if kind == "mlp" and config.mlp:
+        return MLPMixer(config.mlp, config.hidden_size, dtype)
+    raise ValueError(f"layer {position} is of kind {kind!r} but the config has no sizes for it")
+
+
+def _rotary_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    scaling = None
+    if rope.llama3 is not None:
+        factor, low, high, original = rope.llama3
+        scaling = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": original,
+        }
+    frequencies = rotary_frequencies(head_dim, rope.theta, scaling)
+    if rope.divisors is not None:
+        frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32)
+    return frequencies

@@ -1,0 +1,66 @@
+"""What the mixers of one forward pass share: the packed batch split once into its decode and its prefill part.
+
+Built once a step by the decoder, so that no layer repeats the work. Knows no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch, StateExport
+
+
+@dataclass(slots=True, frozen=True)
+class RecurrentStep:
+    """The state rows of a step: the first `num_decodes` requests take the single-token update, the rest the scan."""
+
+    num_decodes: int
+    num_prefills: int
+    decode_rows: torch.Tensor  # [num_decodes] int64
+    prefill_rows: torch.Tensor  # [num_prefills] int64
+    prefill_seq_lens: tuple[int, ...]
+    prefill_context_lens: tuple[int, ...]
+    prefill_exports: tuple[StateExport, ...]  # `sequence` counts from the first prefill
+    decode_exports: tuple[torch.Tensor, torch.Tensor] | None  # state rows (from, to), copied after the update
+
+
+@dataclass(slots=True, frozen=True)
+class DecoderStep:
+    """One forward pass as the mixers see it."""
+
+    batch: ForwardBatch
+    cache: CacheTensors
+    recurrent: RecurrentStep | None  # None without recurrent layers
+    rotary: tuple[torch.Tensor, torch.Tensor] | None  # cosines and sines [T, rotary_dim / 2] float32
+
+
+def split_recurrent(batch: ForwardBatch) -> RecurrentStep:
+    """The recurrent part of a packed batch. Raises ValueError when the batch carries no state rows."""
+    rows = batch.state_rows
+    if rows is None:
+        raise ValueError("the batch has no state rows, but the model has recurrent layers")
+    num_decodes, exports = batch.num_decodes, batch.exports
+    decode_exports = None
+    if num_decodes and exports:
+        copies = [export for export in exports if export.sequence < num_decodes]
+        if copies:
+            sequences = torch.tensor([export.sequence for export in copies], dtype=torch.int64, device=rows.device)
+            targets = torch.tensor([export.row for export in copies], dtype=torch.int64, device=rows.device)
+            decode_exports = (rows[sequences], targets)
+        exports = tuple(
+            StateExport(export.sequence - num_decodes, export.length, export.row)
+            for export in exports
+            if export.sequence >= num_decodes
+        )
+    return RecurrentStep(
+        num_decodes=num_decodes,
+        num_prefills=len(batch.seq_lens) - num_decodes,
+        decode_rows=rows[:num_decodes],
+        prefill_rows=rows[num_decodes:],
+        prefill_seq_lens=batch.seq_lens[num_decodes:],
+        prefill_context_lens=batch.context_lens[num_decodes:],
+        prefill_exports=exports,
+        decode_exports=decode_exports,
+    )

@@ -1,0 +1,1 @@
+"""Sequence and channel mixers, each defined once and shared by every model type that has it."""

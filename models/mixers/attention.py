@@ -1,0 +1,50 @@
+"""Causal attention with grouped key-value heads over paged keys and values, with or without rotary positions.
+
+Owns the weights; keys and values live in the pages it is given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from turnkeep.kernels.paged_attention import paged_attention, write_kv
+from turnkeep.kernels.rotary import apply_rotary
+from turnkeep.models.config import AttentionConfig
+from turnkeep.models.decoder_step import DecoderStep
+from turnkeep.models.mixers.parameters import empty_parameter, empty_parameter_or_none
+
+
+class AttentionMixer(nn.Module):
+    """o_proj(attention(q, k, v)); q, k and v come from one product, rows in this order."""
+
+    def __init__(self, config: AttentionConfig, hidden_size: int, index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.index = index
+        width = config.num_heads * config.head_dim
+        self.num_rotated = config.num_heads + config.num_kv_heads
+        self.num_projected = config.num_heads + 2 * config.num_kv_heads
+        projected = self.num_projected * config.head_dim
+        self.qkv_proj_weight = empty_parameter(projected, hidden_size, dtype=dtype)
+        self.qkv_proj_bias = empty_parameter_or_none(config.has_bias, projected, dtype=dtype)
+        self.o_proj_weight = empty_parameter(hidden_size, width, dtype=dtype)
+        self.o_proj_bias = empty_parameter_or_none(config.has_bias, hidden_size, dtype=dtype)
+
+    def forward(self, x: Tensor, step: DecoderStep) -> Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]; writes the step's keys and values into their slots first."""
+        config, batch, kv = self.config, step.batch, step.cache.kv[self.index]
+        num_heads, num_rotated, length = config.num_heads, self.num_rotated, x.shape[0]
+        projected = functional.linear(x, self.qkv_proj_weight, self.qkv_proj_bias)
+        projected = projected.view(length, self.num_projected, config.head_dim)
+        values = projected[:, num_rotated:]
+        if step.rotary is not None:
+            # Queries and keys turn by the same angles: one rotation for both.
+            projected = apply_rotary(projected[:, :num_rotated], *step.rotary)
+        queries, keys = projected[:, :num_heads], projected[:, num_heads:num_rotated]
+        write_kv(kv, keys, values, batch.slot_mapping)
+        mixed = paged_attention(
+            queries, kv, batch.page_table, batch.seq_lens, batch.context_lens, batch.num_decodes, config.scale
+        )
+        return functional.linear(mixed.reshape(length, -1), self.o_proj_weight, self.o_proj_bias)

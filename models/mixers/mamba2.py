@@ -1,0 +1,98 @@
+"""The Mamba-2 mixer: projection, causal convolution, state space scan, gated group norm, projection.
+
+Owns the weights; the state lives in the rows it is given. Prefill and decode share everything but the two operations
+that walk over time.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from turnkeep.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from turnkeep.kernels.norm import gated_rms_norm
+from turnkeep.kernels.ssd_scan import ssd_scan, ssd_update
+from turnkeep.models.config import Mamba2Config
+from turnkeep.models.decoder_step import DecoderStep, RecurrentStep
+from turnkeep.models.mixers.parameters import empty_parameter, empty_parameter_or_none
+
+
+class Mamba2Mixer(nn.Module):
+    """out_proj(norm(scan(conv(x)) * silu(gate))), states in place in `ssm` and `conv` of its layer index."""
+
+    def __init__(self, config: Mamba2Config, hidden_size: int, norm_eps: float, index: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.index = index
+        self.norm_eps = norm_eps
+        inner, heads, conv_dim = config.inner_size, config.num_heads, config.conv_dim
+        self.group_size = inner // config.num_groups
+        self.projected_sizes = [inner, conv_dim, heads]
+        self.conv_sizes = [inner, *[config.num_groups * config.state_size] * 2]
+        self.clamps_dt = config.dt_limit != (0.0, inf)
+        self.in_proj_weight = empty_parameter(sum(self.projected_sizes), hidden_size, dtype=dtype)
+        self.in_proj_bias = empty_parameter_or_none(config.has_bias, sum(self.projected_sizes), dtype=dtype)
+        self.conv_weight = empty_parameter(conv_dim, config.conv_width, dtype=dtype)
+        self.conv_bias = empty_parameter_or_none(config.has_conv_bias, conv_dim, dtype=dtype)
+        # What the state is multiplied by over thousands of tokens stays in float32 whatever the model dtype.
+        self.dt_bias = empty_parameter(heads, dtype=torch.float32)
+        self.A = empty_parameter(heads, dtype=torch.float32)
+        self.D = empty_parameter(heads, dtype=torch.float32)
+        self.norm_weight = empty_parameter(inner, dtype=dtype)
+        self.out_proj_weight = empty_parameter(hidden_size, inner, dtype=dtype)
+        self.out_proj_bias = empty_parameter_or_none(config.has_bias, hidden_size, dtype=dtype)
+
+    def forward(self, x: Tensor, step: DecoderStep) -> Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]; reads and writes the state rows of the step."""
+        recurrent = step.recurrent
+        assert recurrent is not None
+        windows, states = step.cache.states["conv"][self.index], step.cache.states["ssm"][self.index]
+        projected = functional.linear(x, self.in_proj_weight, self.in_proj_bias)
+        gate, conv_input, dt = torch.split_with_sizes(projected, self.projected_sizes, dim=-1)
+        dt = functional.softplus(dt + self.dt_bias)  # [T, H] float32
+        if self.clamps_dt:
+            dt = dt.clamp(*self.config.dt_limit)
+        if recurrent.num_prefills == 0:
+            y = self._update(conv_input, dt, windows, states, recurrent)
+        elif recurrent.num_decodes == 0:
+            y = self._scan(conv_input, dt, windows, states, recurrent)
+        else:
+            cut = recurrent.num_decodes
+            decoded = self._update(conv_input[:cut], dt[:cut], windows, states, recurrent)
+            y = torch.cat((decoded, self._scan(conv_input[cut:], dt[cut:], windows, states, recurrent)))
+        y = gated_rms_norm(y, gate, self.norm_weight, self.norm_eps, self.group_size)
+        return functional.linear(y, self.out_proj_weight, self.out_proj_bias)
+
+    def _split_heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        config, length = self.config, convolved.shape[0]
+        x, B, C = torch.split_with_sizes(convolved, self.conv_sizes, dim=-1)
+        return (
+            x.view(length, config.num_heads, config.head_dim),
+            B.view(length, config.num_groups, config.state_size),
+            C.view(length, config.num_groups, config.state_size),
+        )
+
+    def _update(self, conv_input: Tensor, dt: Tensor, windows: Tensor, states: Tensor, step: RecurrentStep) -> Tensor:
+        rows = step.decode_rows
+        convolved = causal_conv1d_update(conv_input, self.conv_weight, self.conv_bias, windows, rows, "silu")
+        x, B, C = self._split_heads(convolved)
+        y = ssd_update(x, dt, self.A, B, C, self.D, states, rows)
+        if step.decode_exports is not None:
+            sources, targets = step.decode_exports
+            windows.index_copy_(0, targets, windows.index_select(0, sources))
+            states.index_copy_(0, targets, states.index_select(0, sources))
+        return y.reshape(conv_input.shape[0], -1)
+
+    def _scan(self, conv_input: Tensor, dt: Tensor, windows: Tensor, states: Tensor, step: RecurrentStep) -> Tensor:
+        rows, seq_lens, context_lens = step.prefill_rows, step.prefill_seq_lens, step.prefill_context_lens
+        exports = step.prefill_exports
+        convolved = causal_conv1d(
+            conv_input, self.conv_weight, self.conv_bias, windows, rows, seq_lens, context_lens, "silu", exports
+        )
+        x, B, C = self._split_heads(convolved)
+        chunk_size = self.config.chunk_size
+        y = ssd_scan(x, dt, self.A, B, C, self.D, states, rows, seq_lens, context_lens, chunk_size, exports)
+        return y.reshape(conv_input.shape[0], -1)

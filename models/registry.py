@@ -1,0 +1,44 @@
+"""Model types by the name in a checkpoint's config: where a configuration and its weight names come from.
+
+Torch-free. A model type is one module with `read_config` and `weight_map`; the mixers are shared by all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from turnkeep.models import llama, nemotron_h
+from turnkeep.models.config import ConfigError, ConfigFields, ModelConfig
+from turnkeep.models.weight_map import WeightMap
+
+
+@dataclass(frozen=True, slots=True)
+class ModelType:
+    """How one family of checkpoints is read: its config fields and its tensor names."""
+
+    read_config: Callable[[ConfigFields], ModelConfig]
+    weight_map: Callable[[ModelConfig], WeightMap]
+
+
+MODEL_TYPES: dict[str, ModelType] = {
+    "llama": ModelType(llama.read_config, llama.weight_map),
+    "nemotron_h": ModelType(nemotron_h.read_config, nemotron_h.weight_map),
+}
+
+
+def read_config(values: Mapping[str, Any]) -> ModelConfig:
+    """The configuration in a Hugging Face config dict. Raises ConfigError, also for an unknown model type."""
+    name = values.get("model_type")
+    if not isinstance(name, str):
+        raise ConfigError("the config has no model_type")
+    model_type = MODEL_TYPES.get(name)
+    if model_type is None:
+        raise ConfigError(f"model type {name!r} is not supported (supported: {', '.join(sorted(MODEL_TYPES))})")
+    return model_type.read_config(ConfigFields(values, name))
+
+
+def weight_map(config: ModelConfig) -> WeightMap:
+    """The checkpoint tensors of every parameter of a decoder with this configuration."""
+    return MODEL_TYPES[config.model_type].weight_map(config)

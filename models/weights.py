@@ -1,0 +1,145 @@
+"""A decoder with its weights: from a checkpoint's files, or seeded random ones for tests.
+
+Compares what the config needs with what the checkpoint has before any data is read, and reports every difference in
+one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from turnkeep.models.checkpoint_files import (
+    Checkpoint,
+    GGUFTensors,
+    SafetensorsFolder,
+    TensorsInMemory,
+    WeightsError,
+)
+from turnkeep.models.config import ModelConfig
+from turnkeep.models.decoder import Decoder
+from turnkeep.models.gguf_source import GGUFSource
+from turnkeep.models.model_source import ModelSource
+from turnkeep.models.registry import weight_map
+from turnkeep.models.weight_map import ParameterSource, TensorPart, WeightMap
+
+__all__ = ["Progress", "WeightsError", "load_model", "random_model", "random_tensors"]
+
+# stage, bytes of weights done, bytes of weights in all
+Progress = Callable[[str, int, int], None]
+MAX_LISTED = 20
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype | str,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> Decoder:
+    """The model with its weights in `dtype` (a torch dtype or its name), ready to run on `device`.
+
+    Raises ConfigError for a config that is not supported, ModelFilesError for damaged files, and WeightsError that
+    lists every missing, unexpected or misshapen tensor.
+    """
+    config = ModelConfig.from_dict(source.config_dict())
+    checkpoint: Checkpoint = GGUFTensors(source) if isinstance(source, GGUFSource) else SafetensorsFolder(source.path)
+    return fill_decoder(config, checkpoint, dtype=dtype, device=device, progress=progress)
+
+
+def fill_decoder(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype | str,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> Decoder:
+    """A decoder of this configuration with the checkpoint's tensors. Raises WeightsError."""
+    names = weight_map(config)
+    stored = {names.canonical(name): name for name in checkpoint.shapes()}
+    _check_tensors(config, names, checkpoint, stored)
+    model_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    with torch.device(device):
+        decoder = Decoder(config, model_dtype)
+    decoder.draft_tensors = tuple(name for name in stored if name.startswith(names.kept_aside))
+    parameters = dict(decoder.named_parameters())
+    if parameters.keys() != names.sources.keys():
+        raise AssertionError(f"parameters without a source: {sorted(parameters.keys() ^ names.sources.keys())}")
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
+    done = 0
+    for name, parameter in parameters.items():
+        parameter.copy_(_assemble(names.sources[name], checkpoint, stored))
+        done += parameter.numel() * parameter.element_size()
+        if progress is not None:
+            progress("weights", done, total)
+    return decoder.eval()
+
+
+def _assemble(source: ParameterSource, checkpoint: Checkpoint, stored: dict[str, str]) -> torch.Tensor:
+    parts = [checkpoint.read(stored[part.name]) for part in source.parts]
+    tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if source.change == "drop_dim1":
+        return tensor.squeeze(1)
+    if source.change == "negative_exp":
+        return tensor.float().exp().neg()
+    return tensor
+
+
+def _check_tensors(config: ModelConfig, names: WeightMap, checkpoint: Checkpoint, stored: dict[str, str]) -> None:
+    shapes = checkpoint.shapes()
+    needed = {part.name: part.shape for source in names.sources.values() for part in source.parts}
+    missing = tuple(name for name in needed if name not in stored)
+    unexpected = [
+        name
+        for name in stored
+        if name not in needed and not name.startswith(names.kept_aside) and not name.endswith(names.ignored or ("\0",))
+    ]
+    misshapen = [
+        f"{name}: {list(shapes[stored[name]])} instead of {list(shape)}"
+        for name, shape in needed.items()
+        if name in stored and shapes[stored[name]] != shape
+    ]
+    # Some checkpoints store the tied output head a second time.
+    if config.tie_word_embeddings and "lm_head.weight" in unexpected and not missing and not misshapen:
+        unexpected.remove("lm_head.weight")
+        embedding = checkpoint.read(stored[names.sources["embedding"].parts[0].name])
+        if not torch.equal(checkpoint.read(stored["lm_head.weight"]), embedding):
+            misshapen.append("lm_head.weight: differs from the embedding, though tie_word_embeddings is set")
+    if missing or unexpected or misshapen:
+        lists = {"missing": missing, "unexpected": tuple(unexpected), "misshapen": tuple(misshapen)}
+        lines = [f"{word} ({len(found)}): {_listed(found)}" for word, found in lists.items() if found]
+        raise WeightsError(
+            f"the weights do not fit the config of model type {config.model_type!r}: " + "; ".join(lines), **lists
+        )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f", and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
+
+
+def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    """Seeded float32 tensors under the checkpoint names of this configuration, of sizes that keep a model stable."""
+    generator = torch.Generator().manual_seed(seed)
+    names = weight_map(config)
+    parts = [part for source in names.sources.values() for part in source.parts]
+    return {part.name: _random_tensor(part, generator) for part in parts}
+
+
+def _random_tensor(part: TensorPart, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(part.shape, generator=generator)
+    if part.name.endswith("A_log"):
+        return noise.mul(0.5).add(0.5)
+    if part.name.endswith("dt_bias"):
+        return noise.sub(2.0)  # steps of about 0.1
+    if len(part.shape) == 1:
+        return noise.mul(0.1) if part.name.endswith("bias") else noise.mul(0.1).add(1.0)
+    return noise.div(prod(part.shape[1:]) ** 0.5)
+
+
+def random_model(config: ModelConfig, seed: int, *, dtype: torch.dtype | str = "float32") -> Decoder:
+    """A decoder with seeded random weights, equal on every machine."""
+    return fill_decoder(config, TensorsInMemory(random_tensors(config, seed)), dtype=dtype)
