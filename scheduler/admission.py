@@ -14,7 +14,8 @@ from turnkeep.scheduler.request import Request
 from turnkeep.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
-    from turnkeep.cache.cache_manager import CacheManager, PrefixMatch
+    from turnkeep.cache.cache_manager import CacheManager
+    from turnkeep.cache.prefix_match import PrefixMatch
 
 Verdict = Literal["admitted", "blocked", "waits_for_prefix"]
 
@@ -26,8 +27,6 @@ class Admission:
         self._cache = cache
         self._config = config
         self._waiting = waiting
-        self._needs_row = cache.spec.state is not None
-        self._needs_pages = cache.spec.kv is not None
         self.num_bypasses = 0
         self.num_prefix_waits = 0
 
@@ -44,13 +43,12 @@ class Admission:
                 f"prompt of {request.num_prompt_tokens} tokens and max_new_tokens of {sampling.max_new_tokens} are "
                 f"{total} tokens together, max_model_len is {self._config.max_model_len}"
             )
-        # One page more than its tokens: it may resume from a snapshot whose partly filled last page it copies.
-        num_pages = self._num_pages(request.max_computed_tokens) + self._needs_pages
+        num_pages = self._cache.pages_for(request.max_computed_tokens)
         num_usable = self._cache.num_pages - 1
-        if self._needs_pages and num_pages > num_usable:
+        if num_pages > num_usable:
             return f"pages: the request needs {num_pages} for {total} tokens, the pool has {num_usable}"
         num_rows = self._cache.num_state_rows - 1
-        if self._needs_row and num_rows < 1:
+        if self._cache.has_state and num_rows < 1:
             return f"state rows: the request needs 1, the pool has {num_rows}"
         return self._unknown_token(request)
 
@@ -71,17 +69,22 @@ class Admission:
         """
         admitted: list[Request] = []
         blocked: list[Request] = []
+        prefilling = [request for request in running if _is_prefilling(request)]
+        reserved_pages = sum(self._reserve_pages(request) for request in running)
         index = 0
         while (
-            index < len(self._waiting)
-            and len(blocked) < self._config.max_candidates
+            index < min(len(self._waiting), self._config.max_candidates)
             and len(running) + len(admitted) < self._config.max_running
         ):
             request = self._waiting[index]
-            verdict = self._try_admit(request, [*running, *admitted])
+            is_alone = not running and not admitted
+            verdict = self._try_admit(request, prefilling, reserved_pages, is_alone)
             if verdict == "admitted":
                 self._waiting.remove(request)
                 admitted.append(request)
+                if _is_prefilling(request):
+                    prefilling.append(request)
+                reserved_pages += self._reserve_pages(request)
                 for passed in blocked:
                     passed.num_bypassed += 1
                 self.num_bypasses += len(blocked)
@@ -93,46 +96,44 @@ class Admission:
                 break
         return admitted
 
-    def _try_admit(self, request: Request, running: Sequence[Request]) -> Verdict:
+    def _try_admit(
+        self, request: Request, prefilling: Sequence[Request], reserved_pages: int, is_alone: bool
+    ) -> Verdict:
         cache = self._cache
         match = cache.match(request.cache_root, request.token_ids, request.conversation_id)
-        if self._waits_for_prefix(request, match.num_tokens, running):
+        if self._waits_for_prefix(request, match.num_tokens, prefilling):
             return "waits_for_prefix"
-        if self._open(request, match, running):
+        if self._open(request, match, reserved_pages):
             return "admitted"
         # With nothing running everything can be evicted but what the match itself would hold on to.
-        if not running and self._open(request, cache.match(request.cache_root, request.token_ids[:1]), running):
+        if is_alone and self._open(request, cache.cold_match(request.cache_root, request.token_ids), reserved_pages):
             return "admitted"
         return "blocked"
 
-    def _open(self, request: Request, match: PrefixMatch, running: Sequence[Request]) -> bool:
+    def _open(self, request: Request, match: PrefixMatch, reserved_pages: int) -> bool:
         """Open the cache for the request and give it pages for all its known tokens, or change nothing."""
         cache = self._cache
-        num_known = len(request.token_ids)
-        shared = match.num_tokens // cache.spec.page_size if self._needs_pages else 0
-        num_pages = self._num_pages(num_known) - shared + self._reserve_pages(request, num_known)
-        for other in running:
-            assert other.cache is not None
-            num_pages += self._reserve_pages(other, other.cache.capacity_tokens)
-        if not cache.can_provide(num_pages, int(self._needs_row), match):
+        num_pages = cache.num_new_pages(match, self._likely_tokens(request))
+        if not cache.can_provide(num_pages + reserved_pages, int(cache.has_state), match):
             return False
         sequence = cache.open(match, request.token_ids, conversation_id=request.conversation_id)
         if sequence is None:
             return False
-        if not cache.grow(sequence, num_known):
+        if not cache.grow(sequence, len(request.token_ids)):
             cache.close(sequence)
             return False
         request.cache = sequence
         if request.admitted_s is None:
-            request.num_cached_tokens = match.num_tokens
-            request.num_matched_tokens = match.num_matched_tokens
+            request.num_cached_tokens = sequence.num_computed_tokens
+            request.num_matched_tokens = max(match.num_matched_tokens, sequence.num_computed_tokens)
         return True
 
-    def _waits_for_prefix(self, request: Request, num_usable: int, running: Sequence[Request]) -> bool:
-        """A running request is about to compute a prefix of this one's prompt, up to a boundary of its own."""
-        if not self._cache.prefix_caching:
-            return False
-        for leader in running:
+    def _waits_for_prefix(self, request: Request, num_usable: int, prefilling: Sequence[Request]) -> bool:
+        """A running request is about to compute a prefix of this one's prompt, up to a boundary of its own.
+
+        Waiting is bounded: the other one makes progress while it is in `prefilling`, and only so many are waited for.
+        """
+        for leader in prefilling:
             is_known = leader.request_id == request.prefix_leader_id
             if not is_known and request.num_prefix_waits >= self._config.max_prefix_waits:
                 continue
@@ -146,23 +147,29 @@ class Admission:
 
     def _is_about_to_share(self, leader: Request, request: Request, num_usable: int) -> bool:
         assert leader.cache is not None
-        computed = leader.cache.num_computed_tokens
-        if computed >= leader.num_prompt_tokens or leader.cache_root != request.cache_root:
+        if leader.cache_root != request.cache_root:
             return False
+        computed = leader.cache.num_computed_tokens
         for boundary in leader.boundaries:
             position = boundary.position
             if position <= computed or position - num_usable < self._config.min_shared_tokens:
                 continue
             # A match leaves at least the last token to be computed.
-            return position < len(request.token_ids) and (
-                leader.token_ids[:position] == request.token_ids[:position]
-            )
+            if position >= len(request.token_ids):
+                return False
+            return leader.token_ids[:position] == request.token_ids[:position]
         return False
 
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._cache.spec.page_size) if self._needs_pages else 0
+    def _likely_tokens(self, request: Request) -> int:
+        """Computed tokens that the request is likely to reach soon: what is known and the decode reserve."""
+        return min(len(request.token_ids) + self._config.decode_reserve_tokens, request.max_computed_tokens)
 
-    def _reserve_pages(self, request: Request, capacity_tokens: int) -> int:
-        """Pages past `capacity_tokens` for the tokens that the request is likely to need soon."""
-        target = min(len(request.token_ids) + self._config.decode_reserve_tokens, request.max_computed_tokens)
-        return max(self._num_pages(target) - self._num_pages(capacity_tokens), 0)
+    def _reserve_pages(self, request: Request) -> int:
+        """Pages that a running request is likely to need soon and does not have yet."""
+        assert request.cache is not None
+        return max(self._cache.pages_for(self._likely_tokens(request)) - request.cache.num_pages, 0)
+
+
+def _is_prefilling(request: Request) -> bool:
+    assert request.cache is not None
+    return request.cache.num_computed_tokens < request.num_prompt_tokens

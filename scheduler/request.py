@@ -42,9 +42,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_logprobs: int | None = None  # None: no logprobs; 0: only the chosen token's
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
-    """The live object; it never leaves the engine."""
+    """The live object; it never leaves the engine. Compared by identity."""
 
     request_id: str
     token_ids: list[int]  # known tokens: the prompt, then what was generated

@@ -5,7 +5,7 @@ A plan holds no tensors and no live objects, so tests assert on whole plans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +61,11 @@ class SampledToken:
 
 @dataclass(slots=True, frozen=True)
 class StepOutput:
-    """request_id -> sampled token, for the items of the plan that wanted one."""
+    """request_id -> sampled token, for the items of the plan that wanted one.
+
+    errors: request_id -> why no token could be sampled for it alone (the model gave it no finite logits).
+    """
 
     tokens: dict[str, SampledToken]
     duration_s: float
+    errors: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,110 @@
+"""A step's items as the tensors a model takes. Index arithmetic is numpy; each tensor is made once from its array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from turnkeep.kernels.forward_batch import ForwardBatch, StateExport
+from turnkeep.scheduler.step_plan import StepItem
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class BatchBuilder:
+    """`has_state`: the model has recurrent layers, so every item carries a state row."""
+
+    def __init__(self, page_size: int, *, has_state: bool, has_pages: bool) -> None:
+        self._page_size = page_size
+        self._has_state = has_state
+        self._has_pages = has_pages
+        self._single_cu_seqlens = torch.tensor([0, 1], dtype=torch.int64)
+        self._single_index = torch.zeros(1, dtype=torch.int64)
+
+    def build(self, items: Sequence[StepItem]) -> ForwardBatch:
+        """Pack the items in their order; those with one token and some context come first."""
+        if len(items) == 1 and len(items[0].token_ids) == 1 and items[0].start > 0 and not items[0].exports:
+            return self._single_decode(items[0])
+        return self._packed(items)
+
+    def _single_decode(self, item: StepItem) -> ForwardBatch:
+        """One request, one token: most of what a single conversation's decode needs is known beforehand."""
+        start = item.start
+        slot = 0
+        if self._has_pages:
+            slot = int(item.page_ids[start // self._page_size]) * self._page_size + start % self._page_size
+        row = item.state_row if item.state_row is not None else 0
+        values = torch.from_numpy(np.array((item.token_ids[0], start, start + 1, slot, row), dtype=np.int64))
+        token_ids, positions, kv_lens, slots, rows = values.split(1)
+        pages = item.page_ids if len(item.page_ids) else np.zeros(1, dtype=np.int32)
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            seq_lens=(1,),
+            context_lens=(start,),
+            num_decodes=1,
+            cu_seqlens=self._single_cu_seqlens,
+            kv_lens=kv_lens,
+            page_table=torch.from_numpy(pages.astype(np.int64)[None, :]),
+            slot_mapping=slots,
+            state_rows=rows if self._has_state else None,
+            exports=(),
+            logit_indices=self._single_index,
+        )
+
+    def _packed(self, items: Sequence[StepItem]) -> ForwardBatch:
+        num_items = len(items)
+        lengths = np.fromiter((len(item.token_ids) for item in items), dtype=np.int64, count=num_items)
+        starts = np.fromiter((item.start for item in items), dtype=np.int64, count=num_items)
+        ends = np.zeros(num_items + 1, dtype=np.int64)
+        np.cumsum(lengths, out=ends[1:])
+        token_ids = np.fromiter(
+            (token for item in items for token in item.token_ids), dtype=np.int64, count=int(ends[-1])
+        )
+        owners = np.repeat(np.arange(num_items), lengths)  # [T]
+        positions = np.arange(int(ends[-1]), dtype=np.int64) - ends[owners] + starts[owners]
+        page_table = self._page_table(items)
+        slots = np.zeros(int(ends[-1]), dtype=np.int64)
+        if self._has_pages:
+            slots = page_table[owners, positions // self._page_size] * self._page_size + positions % self._page_size
+        wanted = [int(ends[index + 1]) - 1 for index, item in enumerate(items) if item.sampling is not None]
+        rows = None
+        if self._has_state:
+            rows = torch.tensor([item.state_row for item in items], dtype=torch.int64)
+        return ForwardBatch(
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            seq_lens=tuple(lengths.tolist()),
+            context_lens=tuple(starts.tolist()),
+            num_decodes=_num_decodes(items),
+            cu_seqlens=torch.from_numpy(ends),
+            kv_lens=torch.from_numpy(starts + lengths),
+            page_table=torch.from_numpy(page_table),
+            slot_mapping=torch.from_numpy(slots),
+            state_rows=rows,
+            exports=tuple(
+                StateExport(index, position - item.start, row)
+                for index, item in enumerate(items)
+                for position, row in item.exports
+            ),
+            logit_indices=torch.tensor(wanted, dtype=torch.int64),
+        )
+
+    def _page_table(self, items: Sequence[StepItem]) -> Int64Array:
+        width = max(1, max(len(item.page_ids) for item in items))
+        table = np.zeros((len(items), width), dtype=np.int64)
+        for index, item in enumerate(items):
+            table[index, : len(item.page_ids)] = item.page_ids
+        return table
+
+
+def _num_decodes(items: Sequence[StepItem]) -> int:
+    count = 0
+    for item in items:
+        if len(item.token_ids) != 1 or item.start == 0 or item.exports:
+            break
+        count += 1
+    return count

@@ -1,0 +1,111 @@
+"""Builds an engine loop from its settings: finds the model, sizes the pools, loads the weights. Imports torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from turnkeep.cache.cache_manager import CacheManager
+from turnkeep.cache.storage import CacheStorage
+from turnkeep.engine.config import EngineConfig
+from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructions, num_usable_cores
+from turnkeep.engine.loop import EngineLoop
+from turnkeep.engine.messages import FromEngine, Loading, Ready
+from turnkeep.engine.runner import Model, ModelRunner
+from turnkeep.engine.sizing import PoolSizes, cache_spec, size_pools
+from turnkeep.models.catalog import find_model
+from turnkeep.models.config import ModelConfig
+from turnkeep.models.weights import load_model
+from turnkeep.scheduler.config import SchedulerConfig
+from turnkeep.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+DTYPES = ("bfloat16", "float32")
+
+
+def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> tuple[EngineLoop, Ready]:
+    """Load the configured model and make an engine of it; Loading events go to `outbox` meanwhile.
+
+    Raises what stands in the way (ModelNotFound, WeightsError, NotEnoughMemory, ValueError), before the weights are
+    read where that is possible.
+    """
+    outbox(Loading("model", 0, 1))
+    source = find_model(config.model)
+    model_config = ModelConfig.from_dict(source.config_dict())
+    dtype = resolve_dtype(config.dtype)
+    sizes = resolve_sizes(config, model_config, dtype)
+    torch.set_num_threads(config.num_threads or num_usable_cores())
+
+    def report(stage: str, done: int, total: int) -> None:
+        outbox(Loading(stage, done, total))
+
+    model = load_model(source, dtype=getattr(torch, dtype), progress=report)
+    return assemble(model, model_config, config, sizes, dtype, outbox, model_name=source.name)
+
+
+def resolve_dtype(dtype: str | None) -> str:
+    """The weights' type. Raises ValueError for one that is not offered."""
+    if dtype is None:
+        return "bfloat16" if has_bf16_instructions() else "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    return dtype
+
+
+def resolve_sizes(config: EngineConfig, model_config: ModelConfig, dtype: str) -> PoolSizes:
+    """Pool sizes for this machine. Raises NotEnoughMemory."""
+    memory_bytes = default_memory_bytes() if config.memory_bytes is None else config.memory_bytes
+    spec = cache_spec(model_config, config.page_size, dtype)
+    return size_pools(spec, config, model_config.max_position_embeddings, memory_bytes)
+
+
+def assemble(
+    model: Model,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    sizes: PoolSizes,
+    dtype: str,
+    outbox: Callable[[FromEngine], None],
+    *,
+    model_name: str,
+) -> tuple[EngineLoop, Ready]:
+    """An engine loop around a model that is loaded already."""
+    spec = cache_spec(model_config, config.page_size, dtype)
+    storage = CacheStorage(spec, num_pages=sizes.num_pages, num_state_rows=sizes.num_state_rows)
+    cache = CacheManager(
+        spec,
+        num_pages=sizes.num_pages,
+        num_state_rows=sizes.num_state_rows,
+        clock=time.monotonic,
+        prefix_caching=config.prefix_caching,
+    )
+    limits = SchedulerConfig(
+        max_running=sizes.max_running,
+        max_step_tokens=config.max_step_tokens,
+        max_model_len=sizes.max_model_len,
+        vocab_size=model_config.vocab_size,
+    )
+    scheduler = Scheduler(cache, limits)
+    loop = EngineLoop(scheduler, ModelRunner(model, storage.tensors, config.page_size), outbox)
+    notices = list(sizes.notices)
+    if not config.prefix_caching:
+        notices.append("prefix caching is off: every turn is computed anew")
+    log.info("%s in %s; %s", model_name, dtype, sizes.limiting_resource)
+    for notice in notices:
+        log.warning("%s", notice)
+    ready = Ready(
+        model_name=model_name,
+        vocab_size=model_config.vocab_size,
+        max_model_len=sizes.max_model_len,
+        page_size=config.page_size,
+        num_pages=sizes.num_pages,
+        num_state_rows=sizes.num_state_rows,
+        max_running=sizes.max_running,
+        limiting_resource=sizes.limiting_resource,
+        notices=notices,
+    )
+    return loop, ready

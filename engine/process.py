@@ -1,0 +1,121 @@
+"""The engine process: `python -m turnkeep.engine.process FD`, started by ProcessEngine with an inherited socket.
+
+The first frame is the EngineConfig. Answers Loading, then Ready or Failed, then serves until Shutdown or until the
+socket closes. Logs to standard error; nothing is ever written to standard output.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+
+from turnkeep.engine.channel import EngineChannel, ServerGone
+from turnkeep.engine.config import EngineConfig
+from turnkeep.engine.framing import decode_message
+from turnkeep.engine.heartbeat import HEARTBEAT_PERIOD_S, Heartbeat
+from turnkeep.engine.loop import EngineLoop
+from turnkeep.engine.messages import Failed, FromEngine, Loading, Ready, Stats, ToEngine
+
+log = logging.getLogger(__name__)
+
+FINISH_TIMEOUT_S = 5.0
+
+
+class EngineProcess:
+    """Drives one engine loop from one channel."""
+
+    def __init__(self, channel: EngineChannel) -> None:
+        self._channel = channel
+        self._heartbeat = Heartbeat(channel, on_server_gone=_leave_at_once)
+        self._early_messages: list[bytes] = []
+
+    def run(self) -> int:
+        """Serve until the server is done with us. The exit status."""
+        try:
+            config = self._read_config()
+            self._heartbeat.start()
+            built = self._build(config)
+            if built is None:
+                return 1
+            loop, ready = built
+            self._heartbeat.status = loop.stats()
+            self._channel.send((ready,))
+            self._serve(loop)
+            self._heartbeat.stop()
+            self._channel.finish(FINISH_TIMEOUT_S)
+        except ServerGone as gone:
+            log.info("leaving: %s", gone)
+        return 0
+
+    def _read_config(self) -> EngineConfig:
+        while True:
+            bodies = self._channel.read()
+            if bodies:
+                self._early_messages = bodies[1:]
+                return msgspec.msgpack.decode(bodies[0], type=EngineConfig)
+            self._channel.wait(HEARTBEAT_PERIOD_S)
+
+    def _build(self, config: EngineConfig) -> tuple[EngineLoop, Ready] | None:
+        """Load the model. None when that failed and the server was told why."""
+        try:
+            from turnkeep.engine.factory import build_engine
+
+            return build_engine(config, self._put)
+        except ServerGone:
+            raise
+        except Exception as error:
+            log.exception("the engine cannot start")
+            self._heartbeat.stop()
+            self._channel.put(Failed(str(error) or type(error).__name__))
+            self._channel.finish(FINISH_TIMEOUT_S)
+            return None
+
+    def _put(self, event: FromEngine) -> None:
+        if isinstance(event, Loading):
+            self._heartbeat.status = event
+            self._channel.send((event,))
+        elif isinstance(event, Stats) and not event.requested:
+            self._heartbeat.status = event  # the thread sends it
+        else:
+            self._channel.put(event)
+
+    def _serve(self, loop: EngineLoop) -> None:
+        for body in self._early_messages:
+            loop.receive(decode_message(body))
+        while not loop.is_shut_down:
+            for body in self._channel.read():
+                message: ToEngine = decode_message(body)
+                loop.receive(message)
+            if not loop.step():
+                self._channel.flush()
+                if not loop.has_work:
+                    self._channel.wait(HEARTBEAT_PERIOD_S)
+            else:
+                self._channel.flush()
+
+
+def _leave_at_once() -> None:
+    # From the heartbeat thread, perhaps in the middle of a long step. There is no state worth saving.
+    os._exit(0)
+
+
+def main() -> int:
+    """Entry point."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when the engine leaves
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints must not mix with the server's output
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s")
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    channel = EngineChannel(connection)
+    try:
+        return EngineProcess(channel).run()
+    finally:
+        channel.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Carries out a step: the copies, one packed forward pass, one sampled token for every item that wants one.
+
+Needs the plan and the pools, nothing else; knows no request beyond its items.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from turnkeep.engine.batch_builder import BatchBuilder
+from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch
+from turnkeep.kernels.row_copy import copy_page_slots, copy_rows
+from turnkeep.kernels.sampling import GREEDY, InvalidLogitsError, SamplingBatch, SamplingRow, sample, top_logprobs
+from turnkeep.scheduler.request import SamplingParams
+from turnkeep.scheduler.step_plan import SampledToken, StepItem, StepOutput, StepPlan
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    def __call__(self, batch: ForwardBatch, cache: CacheTensors) -> torch.Tensor:
+        """Logits [K, V] float32 of the rows in batch.logit_indices; pages and state rows are updated in place."""
+
+
+class ModelRunner:
+    """One model with the pools it reads and writes."""
+
+    def __init__(self, model: Model, tensors: CacheTensors, page_size: int) -> None:
+        self._model = model
+        self._tensors = tensors
+        self._state_pools = [pool for pools in tensors.states.values() for pool in pools]
+        self._builder = BatchBuilder(page_size, has_state=bool(self._state_pools), has_pages=bool(tensors.kv))
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Raises whatever the model raises; the step has failed then, and no item has been computed."""
+        started_s = time.perf_counter()
+        self._copy(plan)
+        batch = self._builder.build(plan.items)
+        logits = self._model(batch, self._tensors)
+        wanted = [item for item in plan.items if item.sampling is not None]
+        errors: dict[str, str] = {}
+        tokens = self._sample(wanted, logits, errors) if wanted else {}
+        return StepOutput(tokens=tokens, duration_s=time.perf_counter() - started_s, errors=errors)
+
+    def _copy(self, plan: StepPlan) -> None:
+        if plan.page_copies:
+            copies = plan.page_copies
+            copy_page_slots(
+                self._tensors.kv,
+                [copy.source for copy in copies],
+                [copy.target for copy in copies],
+                [copy.num_tokens for copy in copies],
+            )
+        if plan.row_copies:
+            copy_rows(
+                self._state_pools,
+                [copy.source for copy in plan.row_copies],
+                [copy.target for copy in plan.row_copies],
+            )
+
+    def _sample(
+        self, items: Sequence[StepItem], logits: torch.Tensor, errors: dict[str, str]
+    ) -> dict[str, SampledToken]:
+        rows = [_sampling_row(item) for item in items]
+        try:
+            token_ids = sample(logits, SamplingBatch(rows))
+        except InvalidLogitsError as error:
+            return self._sample_others(items, logits, error, errors)
+        chosen: list[int] = token_ids.tolist()
+        tokens = {item.request_id: SampledToken(token) for item, token in zip(items, chosen, strict=True)}
+        for index, item in enumerate(items):
+            assert item.sampling is not None
+            if item.sampling.num_logprobs is not None:
+                tokens[item.request_id] = _with_logprobs(logits, index, chosen[index], item.sampling.num_logprobs)
+        return tokens
+
+    def _sample_others(
+        self, items: Sequence[StepItem], logits: torch.Tensor, error: InvalidLogitsError, errors: dict[str, str]
+    ) -> dict[str, SampledToken]:
+        """A request whose logits mean nothing must not take the rest of the batch with it."""
+        invalid = set(error.rows)
+        for row in invalid:
+            errors[items[row].request_id] = "the model gave no finite logits for this request"
+        valid = [index for index in range(len(items)) if index not in invalid]
+        if not valid:
+            return {}
+        return self._sample([items[index] for index in valid], logits[valid], errors)
+
+
+def _sampling_row(item: StepItem) -> SamplingRow:
+    sampling = item.sampling
+    assert sampling is not None
+    forbidden = _forbidden_ids(sampling, item.num_output_tokens)
+    if sampling.temperature == 0.0 and item.history is None and not sampling.logit_bias and not forbidden:
+        return GREEDY
+    history = item.history
+    return SamplingRow(
+        position=item.start + len(item.token_ids),
+        seed=sampling.seed,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        forbidden_ids=forbidden,
+        prompt_ids=history.prompt_ids if history is not None else (),
+        output_ids=history.output_ids if history is not None else (),
+    )
+
+
+def _forbidden_ids(sampling: SamplingParams, num_output_tokens: int) -> tuple[int, ...]:
+    """Stop tokens may not come before min_new_tokens tokens were generated."""
+    if num_output_tokens < sampling.min_new_tokens and not sampling.ignore_eos:
+        return sampling.stop_token_ids
+    return ()
+
+
+def _with_logprobs(logits: torch.Tensor, row: int, token_id: int, num_logprobs: int) -> SampledToken:
+    chosen, ids, values = top_logprobs(logits[row : row + 1], torch.tensor([token_id]), num_logprobs)
+    return SampledToken(
+        token_id=token_id,
+        logprob=float(chosen[0]),
+        top_logprobs=tuple(zip(ids[0].tolist(), values[0].tolist(), strict=True)),
+    )

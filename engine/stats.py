@@ -1,0 +1,48 @@
+"""Counters and gauges of scheduler and cache by name, as they travel to the server."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from turnkeep.engine.messages import Stats
+
+if TYPE_CHECKING:
+    from turnkeep.scheduler.scheduler import Scheduler
+
+_GAUGES = ("num_running", "num_waiting", "num_suspended")
+
+
+def gather_stats(scheduler: Scheduler, step_seconds: float, *, requested: bool) -> Stats:
+    """One Stats message as of now. Cache values are named `cache_...`, the scheduler's by their own names."""
+    own = scheduler.stats()
+    cache = scheduler.cache_stats()
+    gauges: dict[str, float] = {}
+    counters: dict[str, float] = {"step_seconds": step_seconds}
+    for field in fields(own):
+        if field.name not in _GAUGES:
+            _add(counters, field.name, getattr(own, field.name))
+    for field in fields(cache):
+        name = field.name
+        is_gauge = name.startswith(("num_free", "num_usable", "num_evictable", "num_used", "num_held"))
+        _add(gauges if is_gauge else counters, f"cache_{name}", getattr(cache, name))
+    return Stats(
+        num_steps=own.num_steps,
+        num_running=own.num_running,
+        num_waiting=own.num_waiting,
+        num_suspended=own.num_suspended,
+        num_free_pages=cache.num_free_pages,
+        num_free_rows=cache.num_free_rows,
+        gauges=gauges,
+        counters=counters,
+        requested=requested,
+    )
+
+
+def _add(table: dict[str, float], name: str, value: Any) -> None:
+    """One number, or a mapping of reasons to numbers as `name_reason`."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            table[f"{name}_{key}"] = float(part)
+    elif isinstance(value, int | float):
+        table[name] = float(value)

@@ -1,0 +1,302 @@
+"""The life of every request in the engine: submitted, admitted, computed step by step, finished exactly once.
+
+The loop calls plan, runs it, calls apply. The scheduler is the only caller of the cache; it knows no tensors, no
+sockets and no text.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from turnkeep.scheduler.admission import Admission
+from turnkeep.scheduler.config import SchedulerConfig
+from turnkeep.scheduler.events import Admitted, Finished, SchedulerEvent, TokenOut
+from turnkeep.scheduler.request import FinishReason, Request
+from turnkeep.scheduler.scheduler_stats import SchedulerStats
+from turnkeep.scheduler.step_plan import SampledToken, StepItem, StepOutput, StepPlan
+from turnkeep.scheduler.step_planner import StepPlanner
+from turnkeep.scheduler.waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:
+    from turnkeep.cache.cache_manager import CacheManager, CacheStats, TurnHandle
+
+
+class DuplicateRequestError(ValueError):
+    """A request of this id is still open. No event tells of it: events of that id belong to the open one."""
+
+
+class Scheduler:
+    """Single-threaded; `clock` gives seconds. Events pile up until drain_events()."""
+
+    def __init__(
+        self, cache: CacheManager, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._cache = cache
+        self._config = config
+        self._clock = clock
+        self._requests: dict[str, Request] = {}  # waiting, running and suspended
+        self._running: list[Request] = []  # in order of service (Request.rank)
+        self._waiting = WaitingQueue()
+        self._admission = Admission(cache, config, self._waiting)
+        self._planner = StepPlanner(cache, config.max_step_tokens)
+        self._events: list[SchedulerEvent] = []
+        self._turn_handles: OrderedDict[str, TurnHandle] = OrderedDict()
+        self._stats = SchedulerStats()
+        self._may_admit = False  # something has changed since the last admission round
+        self._opened_since_step: list[Request] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Some request is waiting or running."""
+        return bool(self._requests)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; one that can never run ends at once with Finished(refused).
+
+        Boundaries outside the prompt are ignored. Raises DuplicateRequestError.
+        """
+        if request.request_id in self._requests:
+            raise DuplicateRequestError(f"a request with the id {request.request_id!r} is still open")
+        self._turn_handles.pop(request.request_id, None)
+        request.arrival_s = self._clock()
+        request.arrival_number = self._stats.num_submitted
+        request.boundaries = tuple(
+            sorted(
+                (b for b in request.boundaries if 0 < b.position <= request.num_prompt_tokens),
+                key=lambda boundary: boundary.position,
+            )
+        )
+        self._stats.num_submitted += 1
+        self._requests[request.request_id] = request
+        reason = self._admission.reason_to_refuse(request)
+        if reason is not None:
+            self._end(request, "refused", reason)
+            return
+        self._waiting.add(request)
+        self._may_admit = True
+
+    def abort(self, request_id: str) -> None:
+        """End a request whose client is gone, in any state. Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._leave(request, commit=True)
+            self._end(request, "abort")
+
+    def stop(self, request_id: str) -> None:
+        """Finish a request now with reason "stop". Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, "stop")
+
+    def end_turn(self, request_id: str, stable_tokens: int) -> None:
+        """Keep the finished request's turn-end snapshot if it is at or before `stable_tokens`, else drop it."""
+        handle = self._turn_handles.pop(request_id, None)
+        if handle is not None:
+            self._cache.end_turn(handle, stable_tokens)
+            self._may_admit = True
+
+    def close_conversation(self, cache_root: str, conversation_id: str) -> None:
+        """The conversation will not return: what only it uses goes first."""
+        self._cache.close_conversation(cache_root, conversation_id)
+        self._may_admit = True
+
+    def end_all(self, reason: FinishReason, message: str | None = None) -> None:
+        """End every request (the engine leaves, or cannot go on)."""
+        for request in list(self._requests.values()):
+            self._leave(request, commit=False)
+            self._end(request, reason, message)
+
+    def plan(self) -> StepPlan | None:
+        """Admit what fits and plan the next step. None when nothing runs; the plan must be applied or failed."""
+        if self._waiting and (self._may_admit or not self._running):
+            self._admit()
+        if not self._running:
+            return None
+        stuck = self._planner.make_room(self._running, self._suspend)
+        if stuck is not None:
+            self._leave(stuck, commit=True)
+            self._end(stuck, "error", self._shortage())
+            return self.plan()
+        items = self._planner.plan_items(self._running)
+        page_copies, row_copies = self._cache.drain_copies()
+        return StepPlan(page_copies=page_copies, row_copies=row_copies, items=items)
+
+    def apply(self, plan: StepPlan, output: StepOutput) -> None:
+        """Take over what a step has computed: advance, publish, append tokens, finish."""
+        self._opened_since_step.clear()
+        stats = self._stats
+        stats.num_steps += 1
+        for item in plan.items:
+            request = self._requests.get(item.request_id)
+            if request is None or request.cache is None:
+                continue
+            num_tokens = len(item.token_ids)
+            stats.num_computed_tokens += num_tokens
+            self._cache.advance(request.cache, num_tokens)
+            if item.start < request.num_prompt_tokens or num_tokens > 1:
+                self._publish(request, item)
+            else:
+                stats.num_decode_tokens += 1
+            token = output.tokens.get(item.request_id)
+            if token is not None:
+                self._append(request, token)
+            elif item.request_id in output.errors:
+                self._leave(request, commit=False)
+                self._end(request, "error", output.errors[item.request_id])
+
+    def fail_step(self, plan: StepPlan, message: str) -> None:
+        """The step failed: its requests end with an error. Others go on; what was to be copied for them is redone."""
+        self._stats.num_failed_steps += 1
+        for item in plan.items:
+            request = self._requests.get(item.request_id)
+            if request is not None:
+                self._leave(request, commit=False)
+                self._end(request, "error", message)
+        for request in self._opened_since_step:
+            if request.status == "running":
+                self._leave(request, commit=False)
+                request.status = "suspended"
+                self._waiting.add(request)
+        self._opened_since_step.clear()
+
+    def drain_events(self) -> list[SchedulerEvent]:
+        """Events since the last call, in order."""
+        events = self._events
+        self._events = []
+        return events
+
+    def stats(self) -> SchedulerStats:
+        """Counters so far and the present gauges; the object is the scheduler's own."""
+        stats = self._stats
+        stats.num_running = len(self._running)
+        stats.num_suspended = sum(request.status == "suspended" for request in self._waiting)
+        stats.num_waiting = len(self._waiting) - stats.num_suspended
+        stats.num_bypasses = self._admission.num_bypasses
+        stats.num_prefix_waits = self._admission.num_prefix_waits
+        return stats
+
+    def cache_stats(self) -> CacheStats:
+        """The cache's own counts."""
+        return self._cache.stats()
+
+    def _admit(self) -> None:
+        self._may_admit = False
+        for request in self._admission.admit(self._running):
+            request.status = "running"
+            request.num_bypassed = 0
+            insort(self._running, request, key=lambda one: one.rank)
+            self._opened_since_step.append(request)
+            if request.admitted_s is None:
+                request.admitted_s = self._clock()
+                self._stats.num_admitted += 1
+                self._stats.num_prompt_tokens += request.num_prompt_tokens
+                self._stats.num_cached_tokens += request.num_cached_tokens
+                self._events.append(
+                    Admitted(request.request_id, request.num_cached_tokens, request.num_matched_tokens)
+                )
+        if self._waiting and not self._running:
+            # Nothing runs, so nothing will change: waiting on would be for ever.
+            request = self._waiting[0]
+            self._leave(request, commit=False)
+            self._end(request, "error", self._shortage())
+            self._may_admit = True
+
+    def _shortage(self) -> str:
+        cache = self._cache
+        return (
+            f"the cache cannot provide for the request although nothing else runs: {cache.num_pages - 1} pages of "
+            f"{cache.page_size} tokens, {cache.num_state_rows - 1} state rows"
+        )
+
+    def _publish(self, request: Request, item: StepItem) -> None:
+        """Make a prefill chunk shareable up to its last snapshot, and whole when the known tokens are computed.
+
+        Without recurrent layers there are no snapshots, and pages alone can be shared from a boundary on.
+        """
+        assert request.cache is not None
+        end = item.start + len(item.token_ids)
+        if item.exports:
+            self._cache.publish_exports(request.cache, request.token_ids)
+            self._may_admit = True
+        passed_boundary = item.state_row is None and any(item.start < b.position <= end for b in request.boundaries)
+        if passed_boundary or end == len(request.token_ids):
+            self._cache.commit(request.cache, request.token_ids)
+            self._may_admit = True
+
+    def _append(self, request: Request, token: SampledToken) -> None:
+        sampling = request.sampling
+        request.token_ids.append(token.token_id)
+        if request.first_token_s is None:
+            request.first_token_s = self._clock()
+        self._stats.num_generated_tokens += 1
+        self._events.append(TokenOut(request.request_id, token))
+        if (
+            not sampling.ignore_eos
+            and token.token_id in sampling.stop_token_ids
+            and request.num_output_tokens >= sampling.min_new_tokens
+        ):
+            self._finish(request, "stop")
+        elif request.num_output_tokens >= sampling.max_new_tokens:
+            self._finish(request, "length")
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """End with an answer: the live row becomes the provisional turn-end snapshot."""
+        if request.cache is not None and request.num_output_tokens > 0:
+            handle = self._cache.finish(request.cache, request.token_ids, keep_turn_end=True)
+            request.cache = None
+            if handle is not None:
+                self._turn_handles[request.request_id] = handle
+                if len(self._turn_handles) > self._config.max_turn_handles:
+                    self._turn_handles.popitem(last=False)
+            self._running.remove(request)
+        else:
+            self._leave(request, commit=True)
+        self._end(request, reason)
+
+    def _suspend(self, request: Request) -> None:
+        assert request.cache is not None
+        self._cache.suspend(request.cache, request.token_ids)
+        request.cache = None
+        self._running.remove(request)
+        request.status = "suspended"
+        request.num_suspensions += 1
+        self._stats.num_suspensions += 1
+        self._waiting.add(request)
+
+    def _leave(self, request: Request, *, commit: bool) -> None:
+        """Take a request out of the queue or out of the running ones, and release what it holds."""
+        if request.cache is not None:
+            if commit:
+                self._cache.commit(request.cache, request.token_ids)
+            self._cache.close(request.cache)
+            request.cache = None
+            self._running.remove(request)
+        elif request.status in ("waiting", "suspended"):
+            self._waiting.remove(request)
+        self._may_admit = True
+
+    def _end(self, request: Request, reason: FinishReason, message: str | None = None) -> None:
+        """The one place where a request ends."""
+        request.status = "finished"
+        request.finish_reason = reason
+        del self._requests[request.request_id]
+        self._may_admit = True
+        counts = self._stats.num_finished
+        counts[reason] = counts.get(reason, 0) + 1
+        admitted_s = request.admitted_s
+        self._events.append(
+            Finished(
+                request_id=request.request_id,
+                reason=reason,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+                num_output_tokens=request.num_output_tokens,
+                num_suspensions=request.num_suspensions,
+                queue_s=(self._clock() if admitted_s is None else admitted_s) - request.arrival_s,
+                message=message,
+            )
+        )

@@ -1,0 +1,120 @@
+"""What the next step computes: decodes first, then prefill chunks in order of service, within the token budget.
+
+A chunk carries the exports of the boundaries inside it and is never cut for them. Where pages are short, the
+youngest running requests give way; the oldest never does, so it always finishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from turnkeep.scheduler.request import Request, SamplingParams
+from turnkeep.scheduler.step_plan import SamplingHistory, StepItem
+
+if TYPE_CHECKING:
+    from turnkeep.cache.cache_manager import CacheManager
+
+
+class StepPlanner:
+    """Turns the running requests into the items of one step."""
+
+    def __init__(self, cache: CacheManager, max_step_tokens: int) -> None:
+        self._cache = cache
+        self._max_step_tokens = max_step_tokens
+
+    def make_room(self, running: list[Request], suspend: Callable[[Request], None]) -> Request | None:
+        """Give each running request pages for its next token, suspending the youngest where there are none.
+
+        `running` is in order of service and `suspend` removes a request from it. Returns the oldest request when not
+        even suspending all others gives it a page: admission keeps that from happening.
+        """
+        index = 0
+        while index < len(running):
+            request = running[index]
+            sequence = request.cache
+            assert sequence is not None
+            needed = sequence.num_computed_tokens + 1
+            while needed > sequence.capacity_tokens and not self._cache.grow(sequence, needed):
+                if len(running) == 1:
+                    return request
+                youngest = running[-1]
+                suspend(youngest)
+                if youngest is request:
+                    break
+            index += 1
+        return None
+
+    def plan_items(self, running: list[Request]) -> tuple[StepItem, ...]:
+        """Items for `running` (in order of service), which all have pages for their known tokens.
+
+        Every request that decodes gets its token; what is left of the budget, and one token in any case, goes to
+        the requests that have more to compute, oldest first.
+        """
+        items: list[StepItem] = []
+        prefills: list[Request] = []
+        for request in running:
+            sequence = request.cache
+            assert sequence is not None
+            start = sequence.num_computed_tokens
+            if start >= request.num_prompt_tokens and len(request.token_ids) - start == 1:
+                items.append(self._item(request, start, start + 1, ()))
+            else:
+                prefills.append(request)
+        budget = max(self._max_step_tokens - len(items), 1)
+        chunks: list[StepItem] = []
+        for request in prefills:
+            if budget <= 0:
+                break
+            sequence = request.cache
+            assert sequence is not None
+            start = sequence.num_computed_tokens
+            end = min(len(request.token_ids), start + budget)
+            exports = self._exports(request, start, end)
+            item = self._item(request, start, end, exports)
+            # One token after some context is computed like a decode, except where its state is exported.
+            (items if end - start == 1 and start > 0 and not exports else chunks).append(item)
+            budget -= end - start
+        return (*items, *chunks)
+
+    def _exports(self, request: Request, start: int, end: int) -> tuple[tuple[int, int], ...]:
+        if not self._cache.has_state:
+            return ()
+        sequence = request.cache
+        assert sequence is not None
+        exports: list[tuple[int, int]] = []
+        for boundary in request.boundaries:
+            if start < boundary.position <= end:
+                row = self._cache.reserve_export(sequence, boundary.position, boundary.kind)
+                if row is not None:
+                    exports.append((boundary.position, row))
+        return tuple(exports)
+
+    def _item(self, request: Request, start: int, end: int, exports: tuple[tuple[int, int], ...]) -> StepItem:
+        sequence = request.cache
+        assert sequence is not None
+        is_last = end == len(request.token_ids)
+        return StepItem(
+            request_id=request.request_id,
+            token_ids=request.token_ids[start:end],
+            start=start,
+            page_ids=sequence.page_ids[: self._cache.pages_for(end)],
+            state_row=sequence.state_row,
+            exports=exports,
+            sampling=request.sampling if is_last else None,
+            num_output_tokens=request.num_output_tokens,
+            history=_history(request) if is_last and _has_penalty(request.sampling) else None,
+        )
+
+
+def _has_penalty(sampling: SamplingParams) -> bool:
+    return (
+        sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0 or sampling.repetition_penalty != 1.0
+    )
+
+
+def _history(request: Request) -> SamplingHistory:
+    return SamplingHistory(
+        prompt_ids=request.token_ids[: request.num_prompt_tokens],
+        output_ids=request.token_ids[request.num_prompt_tokens :],
+    )
