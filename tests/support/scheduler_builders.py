@@ -1,0 +1,139 @@
+"""Schedulers and requests for tests, in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from content_probe import ContentProbe
+
+from turnkeep.cache.boundary import Boundary, BoundaryKind
+from turnkeep.cache.cache_manager import CacheManager
+from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
+from turnkeep.scheduler.config import SchedulerConfig
+from turnkeep.scheduler.events import Finished, SchedulerEvent, TokenOut
+from turnkeep.scheduler.request import Request, SamplingParams
+from turnkeep.scheduler.scheduler import Scheduler
+
+VOCAB_SIZE = 50
+
+
+class FakeClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def make_spec(*, page_size: int = 4, has_pages: bool = True, has_state: bool = True) -> CacheSpec:
+    kv = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32") if has_pages else None
+    state = StateSpec((StatePart("ssm", 1, (4, 4), "float32"),)) if has_state else None
+    return CacheSpec(page_size=page_size, kv=kv, state=state)
+
+
+@dataclass
+class Bench:
+    """A scheduler with its cache, a probe that runs its plans, and what was said so far."""
+
+    scheduler: Scheduler
+    cache: CacheManager
+    probe: ContentProbe
+    clock: FakeClock
+    events: list[SchedulerEvent]
+
+    def step(self) -> bool:
+        """Plan, run and apply one step; False when there was nothing to do."""
+        self.clock.now_s += 1.0
+        plan = self.scheduler.plan()
+        if plan is not None:
+            try:
+                output = self.probe.run(plan)
+            except RuntimeError as error:
+                self.scheduler.fail_step(plan, str(error))
+            else:
+                self.scheduler.apply(plan, output)
+        self.events += self.scheduler.drain_events()
+        return plan is not None
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until nothing is left."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        self.events += self.scheduler.drain_events()
+        assert not self.scheduler.has_work, f"work is left after {max_steps} steps"
+
+    def outputs(self) -> dict[str, list[int]]:
+        tokens: dict[str, list[int]] = {}
+        for event in self.events:
+            if isinstance(event, TokenOut):
+                tokens.setdefault(event.request_id, []).append(event.token.token_id)
+        return tokens
+
+    def finished(self) -> dict[str, Finished]:
+        """Finished events by request; fails when a request has two."""
+        found: dict[str, Finished] = {}
+        for event in self.events:
+            if isinstance(event, Finished):
+                assert event.request_id not in found, f"{event.request_id} finished twice"
+                found[event.request_id] = event
+        return found
+
+
+def make_bench(
+    *,
+    num_pages: int = 65,
+    num_state_rows: int = 33,
+    page_size: int = 4,
+    has_pages: bool = True,
+    has_state: bool = True,
+    prefix_caching: bool = True,
+    max_running: int = 8,
+    max_step_tokens: int = 32,
+    max_model_len: int = 200,
+    **config: int,
+) -> Bench:
+    spec = make_spec(page_size=page_size, has_pages=has_pages, has_state=has_state)
+    clock = FakeClock()
+    cache = CacheManager(
+        spec, num_pages=num_pages, num_state_rows=num_state_rows, clock=clock, prefix_caching=prefix_caching
+    )
+    limits = SchedulerConfig(
+        max_running=max_running,
+        max_step_tokens=max_step_tokens,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        **{"decode_reserve_tokens": 8, "min_shared_tokens": 4, **config},
+    )
+    probe = ContentProbe(num_pages=num_pages, num_state_rows=num_state_rows, page_size=page_size, vocab_size=VOCAB_SIZE)
+    return Bench(Scheduler(cache, limits, clock), cache, probe, clock, [])
+
+
+def make_request(
+    request_id: str,
+    prompt: int | Sequence[int] = 10,
+    max_new_tokens: int = 4,
+    *,
+    boundaries: Sequence[tuple[int, BoundaryKind]] = (),
+    conversation_id: str | None = None,
+    priority: int = 0,
+    cache_root: str = "",
+    salt: int = 0,
+    **sampling: object,
+) -> Request:
+    """`prompt`: token ids, or a number of them (different ones for each `salt`)."""
+    token_ids = [(7 * i * (salt + 1) + salt) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
+    return Request(
+        request_id=request_id,
+        token_ids=list(token_ids),
+        num_prompt_tokens=len(token_ids),
+        boundaries=tuple(Boundary(position, kind) for position, kind in boundaries),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling),  # type: ignore[arg-type]
+        conversation_id=conversation_id,
+        cache_root=cache_root,
+        priority=priority,
+    )
