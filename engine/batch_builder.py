@@ -38,7 +38,7 @@ class BatchBuilder:
             slot = int(item.page_ids[start // self._page_size]) * self._page_size + start % self._page_size
         row = item.state_row if item.state_row is not None else 0
         values = torch.from_numpy(np.array((item.token_ids[0], start, start + 1, slot, row), dtype=np.int64))
-        token_ids, positions, kv_lens, slots, rows = values.split(1)
+        token_ids, positions, kv_lens, slots, rows = torch.split(values, 1)
         pages = item.page_ids if len(item.page_ids) else np.zeros(1, dtype=np.int32)
         return ForwardBatch(
             token_ids=token_ids,

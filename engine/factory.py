@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 import torch
+from turnkeep.cache.storage import CacheStorage
 
 from turnkeep.cache.cache_manager import CacheManager
-from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructions, num_usable_cores
 from turnkeep.engine.loop import EngineLoop

@@ -40,9 +40,7 @@ class PoolSizes:
 
 def cache_spec(config: ModelConfig, page_size: int, dtype: str) -> CacheSpec:
     """What the pools of this model hold. `dtype` is that of keys and values."""
-    parts = tuple(
-        StatePart(part.name, part.num_layers, tuple(part.shape), part.dtype) for part in config.state_parts()
-    )
+    parts = tuple(StatePart(part.name, part.num_layers, tuple(part.shape), part.dtype) for part in config.state_parts())
     kv = None
     if config.num_attention_layers:
         kv = KVSpec(config.num_attention_layers, config.num_kv_heads, config.head_dim, dtype)
@@ -103,11 +101,12 @@ class _Sizing:
         each += SNAPSHOTS_PER_CONVERSATION * spec.bytes_per_row
         if self._config.num_pages is not None or self._config.num_state_rows is not None:
             return max(wanted, 1)  # the pools were named; only the rows bound what runs
+        memory = self._memory_bytes - spec.bytes_per_page - (1 + SPARE_ROWS) * spec.bytes_per_row
         # Every running request is a conversation too, so its live row comes on top until `wanted` of them fit.
-        running = self._memory_bytes // max(each + spec.bytes_per_row, 1)
+        running = memory // max(each + spec.bytes_per_row, 1)
         if running < wanted:
             return int(running)
-        return int((self._memory_bytes - wanted * spec.bytes_per_row) // max(each, 1))
+        return int((memory - wanted * spec.bytes_per_row) // max(each, 1))
 
     def _num_rows(self, max_running: int, num_conversations: int) -> int:
         if self._spec.state is None:
@@ -137,17 +136,20 @@ class _Sizing:
         pages = self._pages_for(tokens) + (2 if spec.kv is not None else 0)  # a reserved one, and one copied on write
         rows = 1 + 1 + SNAPSHOTS_PER_CONVERSATION + SPARE_ROWS if spec.state is not None else 0
         if config.num_pages is not None and spec.kv is not None and config.num_pages < pages:
-            raise NotEnoughMemory(f"one request of {tokens} tokens needs {pages} pages, num_pages is {config.num_pages}")
+            raise NotEnoughMemory(
+                f"one request of {tokens} tokens needs {pages} pages, num_pages is {config.num_pages}"
+            )
         if config.num_state_rows is not None and spec.state is not None and config.num_state_rows < 2:
             raise NotEnoughMemory(f"one request needs 2 state rows, num_state_rows is {config.num_state_rows}")
         if config.num_pages is not None or config.num_state_rows is not None:
             return
         page_bytes, row_bytes = pages * spec.bytes_per_page, rows * spec.bytes_per_row
         if page_bytes + row_bytes > self._memory_bytes:
+            needed = _mib(page_bytes + row_bytes)
             raise NotEnoughMemory(
-                f"not enough memory for the cache: one request of {tokens} tokens needs {_mib(page_bytes + row_bytes)} "
-                f"({pages} pages of {spec.page_size} tokens, {_mib(page_bytes)}; {rows} state rows, {_mib(row_bytes)}), "
-                f"there are {_mib(self._memory_bytes)}; give --memory at least {_mib(page_bytes + row_bytes)}"
+                f"not enough memory for the cache: one request of {tokens} tokens needs {needed} "
+                f"({pages} pages of {spec.page_size} tokens, {_mib(page_bytes)}; {rows} state rows, "
+                f"{_mib(row_bytes)}), there are {_mib(self._memory_bytes)}; give --memory at least {needed}"
             )
 
     def _limit_model_len(self, num_pages: int) -> None:

@@ -17,15 +17,12 @@ def gather_stats(scheduler: Scheduler, step_seconds: float, *, requested: bool) 
     """One Stats message as of now. Cache values are named `cache_...`, the scheduler's by their own names."""
     own = scheduler.stats()
     cache = scheduler.cache_stats()
-    gauges: dict[str, float] = {}
     counters: dict[str, float] = {"step_seconds": step_seconds}
     for field in fields(own):
         if field.name not in _GAUGES:
             _add(counters, field.name, getattr(own, field.name))
-    for field in fields(cache):
-        name = field.name
-        is_gauge = name.startswith(("num_free", "num_usable", "num_evictable", "num_used", "num_held"))
-        _add(gauges if is_gauge else counters, f"cache_{name}", getattr(cache, name))
+    gauges = {f"cache_{name}": float(value) for name, value in cache.gauge_values().items()}
+    counters |= {f"cache_{name}": float(value) for name, value in cache.counter_values().items()}
     return Stats(
         num_steps=own.num_steps,
         num_running=own.num_running,
@@ -40,9 +37,9 @@ def gather_stats(scheduler: Scheduler, step_seconds: float, *, requested: bool) 
 
 
 def _add(table: dict[str, float], name: str, value: Any) -> None:
-    """One number, or a mapping of reasons to numbers as `name_reason`."""
+    """One number, or a mapping of reasons to numbers as `name.reason`."""
     if isinstance(value, dict):
         for key, part in value.items():
-            table[f"{name}_{key}"] = float(part)
+            table[f"{name}.{key}"] = float(part)
     elif isinstance(value, int | float):
         table[name] = float(value)

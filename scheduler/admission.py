@@ -27,6 +27,9 @@ class Admission:
         self._cache = cache
         self._config = config
         self._waiting = waiting
+        pools = cache.stats()
+        self._num_usable_pages = pools.num_pages
+        self._num_usable_rows = pools.num_rows
         self.num_bypasses = 0
         self.num_prefix_waits = 0
 
@@ -44,12 +47,10 @@ class Admission:
                 f"{total} tokens together, max_model_len is {self._config.max_model_len}"
             )
         num_pages = self._cache.pages_for(request.max_computed_tokens)
-        num_usable = self._cache.num_pages - 1
-        if num_pages > num_usable:
-            return f"pages: the request needs {num_pages} for {total} tokens, the pool has {num_usable}"
-        num_rows = self._cache.num_state_rows - 1
-        if self._cache.has_state and num_rows < 1:
-            return f"state rows: the request needs 1, the pool has {num_rows}"
+        if num_pages > self._num_usable_pages:
+            return f"pages: the request needs {num_pages} for {total} tokens, the pool has {self._num_usable_pages}"
+        if self._cache.has_state and self._num_usable_rows < 1:
+            return f"state rows: the request needs 1, the pool has {self._num_usable_rows}"
         return self._unknown_token(request)
 
     def _unknown_token(self, request: Request) -> str | None:

@@ -22,7 +22,9 @@ from turnkeep.scheduler.step_planner import StepPlanner
 from turnkeep.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
-    from turnkeep.cache.cache_manager import CacheManager, CacheStats, TurnHandle
+    from turnkeep.cache.cache_manager import CacheManager
+    from turnkeep.cache.retention import TurnHandle
+    from turnkeep.cache.statistics import CacheStats
 
 
 class DuplicateRequestError(ValueError):
@@ -195,9 +197,7 @@ class Scheduler:
                 self._stats.num_admitted += 1
                 self._stats.num_prompt_tokens += request.num_prompt_tokens
                 self._stats.num_cached_tokens += request.num_cached_tokens
-                self._events.append(
-                    Admitted(request.request_id, request.num_cached_tokens, request.num_matched_tokens)
-                )
+                self._events.append(Admitted(request.request_id, request.num_cached_tokens, request.num_matched_tokens))
         if self._waiting and not self._running:
             # Nothing runs, so nothing will change: waiting on would be for ever.
             request = self._waiting[0]
@@ -206,10 +206,10 @@ class Scheduler:
             self._may_admit = True
 
     def _shortage(self) -> str:
-        cache = self._cache
+        pools = self._cache.stats()
         return (
-            f"the cache cannot provide for the request although nothing else runs: {cache.num_pages - 1} pages of "
-            f"{cache.page_size} tokens, {cache.num_state_rows - 1} state rows"
+            f"the cache cannot provide for the request although nothing else runs: {pools.num_pages} pages of "
+            f"{self._cache.page_size} tokens, {pools.num_rows} state rows"
         )
 
     def _publish(self, request: Request, item: StepItem) -> None:

@@ -108,9 +108,7 @@ class StepPlanner:
 
 
 def _has_penalty(sampling: SamplingParams) -> bool:
-    return (
-        sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0 or sampling.repetition_penalty != 1.0
-    )
+    return sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0 or sampling.repetition_penalty != 1.0
 
 
 def _history(request: Request) -> SamplingHistory:
