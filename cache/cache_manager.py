@@ -1,0 +1,366 @@
+"""The one public face of the cache: what a scheduler asks of it for one sequence, each call atomic.
+
+A call either succeeds or changes nothing (`match`, `can_provide` and `stats` never change anything). Ids only: the
+bytes move when the copies of `drain_copies` are carried out. Single-threaded, like the engine loop that owns it.
+Life of a sequence: match, open, then per step grow, reserve_export, drain_copies, [the step runs], advance, commit,
+publish_exports; at last finish, suspend or close.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+
+from turnkeep.cache.boundary import BoundaryKind
+from turnkeep.cache.commit import Committer
+from turnkeep.cache.conservation import check_conservation
+from turnkeep.cache.copies import PageCopy, RowCopy
+from turnkeep.cache.eviction import EvictionPolicy, LRUPolicy
+from turnkeep.cache.opening import Opener
+from turnkeep.cache.page_node import TokenIds, encode_tokens
+from turnkeep.cache.page_pool import PagePool
+from turnkeep.cache.pending_copies import PendingCopies
+from turnkeep.cache.prefix_match import LossReason, PrefixMatch, PrefixSearch
+from turnkeep.cache.reclaim import Reclaimer
+from turnkeep.cache.retention import Retention, TurnHandle
+from turnkeep.cache.sequence_cache import Export, SequenceCache
+from turnkeep.cache.spec import CacheSpec
+from turnkeep.cache.state_pool import StatePool
+from turnkeep.cache.statistics import CacheCounters, CacheStats
+
+__all__ = ["CacheManager", "CacheStats", "LossReason", "PrefixMatch", "SequenceCache", "TokenIds", "TurnHandle"]
+
+
+class CacheManager:
+    """Pages 1 .. num_pages - 1 and rows 1 .. num_state_rows - 1 of one model on one device.
+
+    Models without attention need no pages (page ids are then empty), models without recurrent layers no rows.
+    prefix_caching False: nothing is matched or kept; everything else works. max_branches bounds the lines of one
+    conversation that are kept side by side. Raises ValueError for pools in which nothing could ever run.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        *,
+        num_pages: int,
+        num_state_rows: int,
+        clock: Callable[[], float],
+        policy: EvictionPolicy | None = None,
+        prefix_caching: bool = True,
+        max_branches: int = 4,
+    ) -> None:
+        self.page_size = spec.page_size
+        self.has_pages = spec.kv is not None
+        self.has_state = spec.state is not None
+        self.prefix_caching = prefix_caching
+        if spec.page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {spec.page_size}")
+        if self.has_pages and num_pages < 2:
+            raise ValueError(f"num_pages must be at least 2 (page 0 is reserved), not {num_pages}")
+        if self.has_state and num_state_rows < 2:
+            raise ValueError(f"num_state_rows must be at least 2 (row 0 is reserved), not {num_state_rows}")
+        self._counters = CacheCounters()
+        self._pages = PagePool(num_pages if self.has_pages else 0)
+        self._rows = StatePool(num_state_rows if self.has_state else 0)
+        self._reclaimer = Reclaimer(
+            spec,
+            pages=self._pages,
+            rows=self._rows,
+            policy=policy if policy is not None else LRUPolicy(),
+            clock=clock,
+            counters=self._counters,
+        )
+        self._tree = self._reclaimer.tree
+        self._search = PrefixSearch(self._tree, self._reclaimer.memory, needs_snapshot=self.has_state)
+        self._committer = Committer(spec.page_size, self._reclaimer, self._counters)
+        self._retention = Retention(self._reclaimer, max_branches=max_branches)
+        self._reclaimer.on_removed = self._retention.forget
+        self._copies = PendingCopies(self._reclaimer)
+        self._opener = Opener(
+            spec.page_size,
+            search=self._search,
+            reclaimer=self._reclaimer,
+            copies=self._copies,
+            counters=self._counters,
+        )
+        self._open: set[SequenceCache] = set()
+
+    # Admission
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold positions [0, num_tokens); 0 for models without attention."""
+        return -(-num_tokens // self.page_size) if self.has_pages else 0
+
+    def num_new_pages(self, match: PrefixMatch, capacity_tokens: int) -> int:
+        """Pages that `open` and then `grow` to capacity_tokens take from the pool: what to ask `can_provide` for."""
+        return self._opener.num_new_pages(match, self.pages_for(capacity_tokens)) if self.has_pages else 0
+
+    def match(self, cache_root: str, token_ids: TokenIds, conversation_id: str | None = None) -> PrefixMatch:
+        """The longest usable prefix of a prompt, at most all but its last token. Changes nothing.
+
+        Prefixes are never shared between cache roots. conversation_id is a hint for finding it faster; tokens decide.
+        Raises ValueError for token ids outside [0, 2**32).
+        """
+        if not self.prefix_caching:
+            return self.cold_match(cache_root, token_ids)
+        return self._search.find(cache_root, token_ids, encode_tokens(token_ids))
+
+    def cold_match(self, cache_root: str, token_ids: TokenIds) -> PrefixMatch:
+        """A match that reuses nothing.
+
+        A match pins its snapshot with its row and tail page on top of what the sequence takes. When no sequence is
+        open and `can_provide` still refuses a match, the cold one fits if the request can fit at all.
+        """
+        return PrefixMatch(cache_root, token_ids, encode_tokens(token_ids))
+
+    def can_provide(self, num_pages: int, num_rows: int, match: PrefixMatch | None = None) -> bool:
+        """Whether so many pages and rows are free or can be had by evicting what `match` does not need."""
+        return self._opener.can_provide(num_pages, num_rows, match)
+
+    def open(
+        self, match: PrefixMatch, token_ids: TokenIds, *, conversation_id: str | None = None
+    ) -> SequenceCache | None:
+        """Start a sequence at the end of `match`: shared pages, a copy of the partly used one, a live state row.
+
+        A partly filled page that nobody writes and that ends exactly here is written on without a copy. Returns None,
+        with nothing changed, when a row or the page cannot be had even by evicting. A match that went stale is found
+        again: num_computed_tokens of the result says where to start. Raises ValueError when token_ids do not start
+        with what was matched.
+        """
+        opened = self._opener.open(match, token_ids)
+        if opened is None:
+            return None
+        seq, match = opened
+        if self.has_state and self.prefix_caching:
+            seq.branch = self._retention.resume((match.cache_root, conversation_id), match.snapshot)
+        self._open.add(seq)
+        return seq
+
+    # One step
+
+    def grow(self, seq: SequenceCache, capacity_tokens: int) -> bool:
+        """Own page slots for positions [0, capacity_tokens), evicting for them. False: impossible, nothing changed.
+
+        When nothing else is left to evict, the sequence gives up its pin on the snapshot it resumed from: a sequence
+        that is alone can use the whole pool.
+        """
+        if capacity_tokens <= seq.capacity_tokens:
+            return True
+        self._require_open(seq)
+        if not self.has_pages:
+            seq.capacity_tokens = capacity_tokens
+            return True
+        num_new = self.pages_for(capacity_tokens) - seq.num_pages
+        if num_new > self._pages.num_free:
+            if not self._reclaimer.can_make_room(num_new, 0) and not self._give_up_pin(seq, num_new):
+                return False
+            self._reclaimer.make_room(num_new, 0)
+        seq.append_pages(self._pages.allocate(num_new))
+        seq.capacity_tokens = seq.num_pages * self.page_size
+        return True
+
+    def reserve_export(self, seq: SequenceCache, position: int, kind: BoundaryKind) -> int | None:
+        """A state row for a snapshot at `position`, which the coming step computes; the same row when asked again.
+
+        None where none is to be written: an equal snapshot exists, no row can be had (both counted), or the model or
+        the configuration keeps no snapshots. Raises ValueError when the position is computed already.
+        """
+        self._require_open(seq)
+        if position <= seq.num_computed_tokens:
+            raise ValueError(f"position {position} is computed already ({seq.num_computed_tokens} tokens are)")
+        if not (self.has_state and self.prefix_caching):
+            return None
+        for export in seq.exports:
+            if export.position == position:
+                return export.row
+        row = None
+        if self._tree.find_snapshot(seq.path, seq.encoded, position) is not None:
+            self._counters.skipped_snapshots["duplicate"] += 1
+        elif self._reclaimer.can_make_room(0, 1):
+            self._reclaimer.make_room(0, 1)
+            row = self._rows.allocate()
+        else:
+            self._counters.skipped_snapshots["no_row"] += 1
+            return None
+        seq.exports.append(Export(position, row, kind))
+        return row
+
+    def drain_copies(self) -> tuple[tuple[PageCopy, ...], tuple[RowCopy, ...]]:
+        """The copies planned since the last call. They must be carried out before the next forward pass.
+
+        No target is the source or target of another one, so each tuple may be carried out as one batch.
+        """
+        return self._copies.drain()
+
+    def advance(self, seq: SequenceCache, num_tokens: int) -> None:
+        """The step ran: the keys, values and state of num_tokens more tokens are written.
+
+        Raises ValueError beyond the capacity, or when the sequence's copies were never drained.
+        """
+        self._require_open(seq)
+        computed = seq.num_computed_tokens + num_tokens
+        if num_tokens < 0 or computed > seq.capacity_tokens:
+            raise ValueError(f"{computed} tokens computed in a capacity of {seq.capacity_tokens}")
+        if seq in self._copies:
+            raise ValueError("the copies of this sequence were not carried out before the step")
+        seq.num_computed_tokens = computed
+
+    def commit(self, seq: SequenceCache, token_ids: TokenIds) -> None:
+        """Publish the full pages computed so far; token_ids: the known tokens, at least the computed ones.
+
+        A page that is there already is freed and shared. Partly filled pages are published where a snapshot needs
+        them, and at the end of the sequence.
+        """
+        self._require_open(seq)
+        if self.prefix_caching:
+            self._committer.commit_full_pages(seq, token_ids)
+
+    def publish_exports(self, seq: SequenceCache, token_ids: TokenIds) -> None:
+        """Make the snapshots reserved at computed positions matchable; commits up to them."""
+        if not seq.exports:
+            return
+        self._require_open(seq)
+        self._committer.commit_full_pages(seq, token_ids)
+        ready = [export for export in seq.exports if export.position <= seq.num_computed_tokens]
+        seq.exports = [export for export in seq.exports if export.position > seq.num_computed_tokens]
+        for export in ready:
+            snapshot, _ = self._committer.publish_snapshot(seq, token_ids, export.position, export.row, export.kind)
+            if snapshot is not None:
+                assert seq.branch is not None
+                self._retention.keep(seq.branch, snapshot, export.kind)
+                self._replace_resumed(seq, export.position)
+
+    # The end of a sequence
+
+    def finish(self, seq: SequenceCache, token_ids: TokenIds, *, keep_turn_end: bool) -> TurnHandle | None:
+        """The request is done: keep what it computed, the live row as a `turn_end` snapshot, and close.
+
+        The snapshot is usable at once; `end_turn` says later whether it is worth its place. None when there is none.
+        """
+        self._publish_rest(seq, token_ids)
+        handle = None
+        if keep_turn_end and seq.branch is not None and seq.num_computed_tokens > 0:
+            row, seq.state_row = seq.state_row, None
+            position = seq.num_computed_tokens
+            snapshot, is_new = self._committer.publish_snapshot(seq, token_ids, position, row, "turn_end")
+            assert snapshot is not None
+            handle = self._retention.begin_turn_end(seq.branch, snapshot, is_own=is_new)
+        self.close(seq)
+        return handle
+
+    def end_turn(self, handle: TurnHandle, stable_tokens: int) -> None:
+        """The next prompt will repeat `stable_tokens` tokens: keep the turn's end or drop it. Only the first call
+        counts; without one the snapshot stays like any other."""
+        useless = self._retention.end_turn(handle, stable_tokens)
+        if useless is not None:
+            self._counters.dropped_snapshots[useless.kind] += 1
+            self._reclaimer.drop(useless)
+
+    def suspend(self, seq: SequenceCache, token_ids: TokenIds) -> None:
+        """Close, but keep what is computed so that a match of the known tokens finds it unless it is evicted."""
+        self._publish_rest(seq, token_ids)
+        if seq.branch is not None and seq.num_computed_tokens > 0:
+            row, seq.state_row = seq.state_row, None
+            position = seq.num_computed_tokens
+            snapshot, _ = self._committer.publish_snapshot(seq, token_ids, position, row, "suspended")
+            assert snapshot is not None
+            self._retention.keep(seq.branch, snapshot, "suspended")
+        self.close(seq)
+
+    def close(self, seq: SequenceCache) -> None:
+        """Release everything the sequence holds; what it committed stays as far as it can be used. Idempotent."""
+        if seq.is_closed:
+            return
+        seq.is_closed = True
+        self._open.discard(seq)
+        self._copies.cancel(seq)
+        for export in seq.exports:
+            if export.row is not None:
+                self._rows.release(export.row)
+        seq.exports = []
+        if seq.state_row is not None:
+            self._rows.release(seq.state_row)
+            seq.state_row = None
+        self._pages.release_all(seq.page_ids)
+        seq.num_pages = seq.capacity_tokens = 0
+        if seq.tail is not None:
+            tail, seq.tail = seq.tail, None
+            tail.writer = None
+            self._reclaimer.release(tail)
+        self._release_resumed(seq)
+        self._reclaimer.release(seq.path)
+        if seq.branch is not None:
+            self._retention.release(seq.branch)
+
+    def close_conversation(self, cache_root: str, conversation_id: str) -> None:
+        """It will not return: snapshots that only it kept become the first victims. Unknown ones are ignored."""
+        self._retention.close_conversation((cache_root, conversation_id))
+
+    def clear(self) -> None:
+        """Evict everything that no open sequence holds."""
+        self._reclaimer.evict_all()
+
+    # Reports
+
+    def stats(self) -> CacheStats:
+        """One reading; O(snapshots)."""
+        snapshots = self._reclaimer.snapshots
+        return CacheStats(
+            num_pages=self._pages.num_usable,
+            num_free_pages=self._pages.num_free,
+            num_evictable_pages=self._reclaimer.num_evictable_pages,
+            num_tree_pages=self._tree.num_nodes if self.has_pages else 0,
+            num_rows=self._rows.num_usable,
+            num_free_rows=self._rows.num_free,
+            num_evictable_rows=self._reclaimer.num_evictable_rows,
+            num_open_sequences=len(self._open),
+            num_conversations=self._retention.num_conversations,
+            num_branches=self._retention.num_branches,
+            num_snapshots=dict(Counter(snapshot.kind for snapshot in snapshots)),
+            num_superseded_snapshots=sum(snapshot.is_superseded for snapshot in snapshots),
+            counters=copy.deepcopy(self._counters),
+        )
+
+    def check(self) -> None:
+        """Recompute every count and reference. Raises AssertionError naming what is wrong. O(everything)."""
+        check_conservation(self._reclaimer, self._retention, self._copies, self._open)
+
+    # Parts
+
+    def _require_open(self, seq: SequenceCache) -> None:
+        if seq.is_closed:
+            raise ValueError("the sequence is closed")
+
+    def _publish_rest(self, seq: SequenceCache, token_ids: TokenIds) -> None:
+        """What a sequence leaves behind besides its live row: pages, and snapshots that were computed."""
+        self._require_open(seq)
+        if not self.prefix_caching:
+            return
+        self.publish_exports(seq, token_ids)
+        self._committer.commit_full_pages(seq, token_ids)
+        if not self.has_state:
+            self._committer.commit_tail(seq, token_ids)
+
+    def _replace_resumed(self, seq: SequenceCache, position: int) -> None:
+        """A snapshot of its own lets a sequence go without the one it resumed from."""
+        if seq.resumed_from is not None and position > seq.resumed_from.num_tokens:
+            self._release_resumed(seq)
+
+    def _release_resumed(self, seq: SequenceCache) -> None:
+        if seq.resumed_from is not None:
+            snapshot, seq.resumed_from = seq.resumed_from, None
+            self._reclaimer.unpin(snapshot)
+
+    def _give_up_pin(self, seq: SequenceCache, num_pages: int) -> bool:
+        """Unpin what `seq` resumed from if, and only if, that makes room for num_pages."""
+        snapshot = seq.resumed_from
+        if snapshot is None:
+            return False
+        num_freed = self._reclaimer.num_pages_pinned_only_by(snapshot)
+        if not self._reclaimer.can_make_room(num_pages - num_freed, 0):
+            return False
+        self._counters.num_released_pins += 1
+        self._release_resumed(seq)
+        return True

@@ -1,0 +1,47 @@
+"""Where something was evicted lately, to tell "evicted" from "never cached" in reports. Decides nothing.
+
+Positions are remembered by a digest of their prefix, bounded in number; a digest that collides can only mislead a
+report.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
+
+MAX_SUFFIXES = 4  # per page: a page rarely holds more snapshots
+
+
+class EvictionMemory:
+    """The last `max_pages` pages that carried something evicted."""
+
+    def __init__(self, page_size: int, max_pages: int = 8192) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._max_pages = max_pages
+        self._suffixes: OrderedDict[int, tuple[bytes, ...]] = OrderedDict()  # digest of the pages before -> suffixes
+
+    def remember(self, parent: PageNode, suffix: bytes) -> None:
+        """The prefix of `parent` plus `suffix` could be resumed from and cannot any more. O(1)."""
+        known = self._suffixes.pop(parent.digest, ())
+        others = tuple(other for other in known if other != suffix)
+        self._suffixes[parent.digest] = (*others[1 - MAX_SUFFIXES :], suffix)
+        if len(self._suffixes) > self._max_pages:
+            self._suffixes.popitem(last=False)
+
+    def deepest(self, node_digest: int, encoded: bytes, start: int, limit: int) -> int:
+        """Deepest remembered position in (start, limit] of a prompt, 0 if none.
+
+        node_digest: digest of the prompt's first `start` tokens, a whole number of pages. O(pages after `start`).
+        """
+        if not self._suffixes:
+            return 0
+        deepest, digest, width = 0, node_digest, self._page_bytes
+        for offset in range(start * TOKEN_BYTES, limit * TOKEN_BYTES, width):
+            page = encoded[offset : offset + width]
+            for suffix in self._suffixes.get(digest, ()):
+                end = offset + len(suffix)
+                if end <= limit * TOKEN_BYTES and page.startswith(suffix):
+                    deepest = max(deepest, end // TOKEN_BYTES)
+            digest = hash((digest, page))
+        return deepest

@@ -1,0 +1,105 @@
+"""A page of the prefix tree: its tokens, its place, the snapshots that stand inside it, and what keeps it there.
+
+Tokens are encoded as big-endian 32-bit integers, so that the order of the bytes is the order of the tokens and a
+common prefix of bytes is a common prefix of tokens. Structure only; PrefixTree changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from turnkeep.cache.sequence_cache import SequenceCache
+    from turnkeep.cache.snapshot import Snapshot
+
+TOKEN_BYTES = 4
+TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+def encode_tokens(token_ids: TokenIds) -> bytes:
+    """Tree key of some tokens, TOKEN_BYTES each.
+
+    Raises ValueError for ids that are negative or do not fit in 32 bits: wrapped around, they would match others.
+    """
+    array = np.asarray(token_ids, dtype=np.int64)
+    if array.size and (int(array.min()) < 0 or int(array.max()) >= 1 << 32):
+        raise ValueError("token ids must lie in [0, 2**32)")
+    return array.astype(">u4").tobytes()
+
+
+class PageNode:
+    """Tokens [start, end) of every prompt that runs through here; 1 to page_size of them, only full ones have children.
+
+    children: key -> node, full and partly filled ones; no child's key is a prefix of another's.
+    order: the children's keys, sorted, to find the child with the longest common prefix by bisection.
+    snapshots: position -> snapshot carried by this node's page.
+    suffixes: tokens after `end` -> snapshot carried by one of the children; one entry per distinct prefix, so an equal
+    snapshot is found whichever child carries it.
+    num_pins: own pins (a sequence's path or tail, a pinned snapshot, a copy that reads the page) plus one per child
+    that is itself pinned. Only unpinned nodes can be evicted.
+    """
+
+    __slots__ = (
+        "absorbed_into",
+        "children",
+        "digest",
+        "end",
+        "is_attached",
+        "is_superseded",
+        "key",
+        "last_used_s",
+        "num_pins",
+        "order",
+        "page",
+        "parent",
+        "snapshots",
+        "start",
+        "suffixes",
+        "writer",
+    )
+
+    def __init__(self, parent: PageNode | None, key: bytes, page: int, start: int, digest: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.page = page
+        self.start = start
+        self.end = start + len(key) // TOKEN_BYTES
+        self.digest = digest  # of the whole prefix, for the memory of what was evicted; never decides a match
+        self.children: dict[bytes, PageNode] = {}
+        self.order: list[bytes] = []
+        self.snapshots: dict[int, Snapshot] = {}
+        self.suffixes: dict[bytes, Snapshot] = {}
+        self.num_pins = 0
+        self.writer: SequenceCache | None = None  # the sequence that goes on filling this page
+        self.last_used_s = 0.0
+        self.is_superseded = False
+        self.is_attached = True
+        self.absorbed_into: PageNode | None = None
+
+    def suffix(self, position: int) -> bytes:
+        """Key of the tokens of this page before `position`."""
+        return self.key[: (position - self.start) * TOKEN_BYTES]
+
+    def page_path(self) -> list[int]:
+        """Pages from the root down to this node."""
+        pages: list[int] = []
+        node = self
+        while node.parent is not None:
+            pages.append(node.page)
+            node = node.parent
+        pages.reverse()
+        return pages
+
+
+class RootNode(PageNode):
+    """Where the prefixes of one cache root begin. Holds no tokens and no page."""
+
+    __slots__ = ("cache_root",)
+
+    def __init__(self, cache_root: str) -> None:
+        super().__init__(None, b"", 0, 0, hash(cache_root))
+        self.cache_root = cache_root

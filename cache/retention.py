@@ -1,0 +1,239 @@
+"""Which snapshots the next turn of a conversation will want: branches, supersession, and the end of a turn.
+
+A branch is one line of a conversation: per kind it keeps the newest snapshot (turn_start, turn_end, suspended). A
+request that resumes at a branch's deepest kept snapshot continues that branch; any other starts a new one (a side
+call, a retry, a sub-agent), so a newer snapshot supersedes an older one only where it really is its descendant.
+A snapshot kept by several branches is superseded when the last of them lets go. Nothing here frees memory, except
+that the end of a turn drops a snapshot known to be useless.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from turnkeep.cache.boundary import BoundaryKind
+from turnkeep.cache.reclaim import Reclaimer
+from turnkeep.cache.snapshot import PRIVATE_KINDS, Snapshot
+
+ConversationKey = tuple[str, str | None]  # cache root, conversation id; None: a line without a tag
+
+
+@dataclass(slots=True, eq=False)
+class TurnHandle:
+    """The end of a turn, until it is known how much of it the next prompt repeats. Opaque outside the cache."""
+
+    branch: Branch
+    snapshot: Snapshot
+    is_own: bool  # made by this turn, not found
+    num_hits: int  # of the snapshot when the turn ended
+    is_settled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """num_turns counts finished turns, num_active open sequences (at most one continues a branch at a time)."""
+
+    conversation: ConversationKey
+    kept: dict[BoundaryKind, Snapshot] = field(default_factory=dict)
+    open_turn: TurnHandle | None = None
+    num_active: int = 0
+    num_turns: int = 0
+    is_abandoned: bool = False
+
+    def snapshots(self) -> list[Snapshot]:
+        """All that this branch keeps, the unsettled turn end included."""
+        found = list(self.kept.values())
+        if self.open_turn is not None:
+            found.append(self.open_turn.snapshot)
+        return found
+
+    def deepest(self) -> Snapshot | None:
+        return max(self.snapshots(), key=lambda snapshot: snapshot.num_tokens, default=None)
+
+
+class Retention:
+    """Branches exist while they keep a snapshot or a sequence is open on them; their number is bounded besides."""
+
+    def __init__(self, reclaimer: Reclaimer, *, max_branches: int, max_total_branches: int = 8192) -> None:
+        self._reclaimer = reclaimer
+        self._max_branches = max_branches
+        self._max_total = max_total_branches
+        self._branches: OrderedDict[Branch, None] = OrderedDict()  # least recently used first
+        self._conversations: dict[ConversationKey, list[Branch]] = {}
+
+    @property
+    def num_branches(self) -> int:
+        return len(self._branches)
+
+    @property
+    def num_conversations(self) -> int:
+        return len(self._conversations)
+
+    def branches(self) -> Iterable[Branch]:
+        """For conservation checks, least recently used first."""
+        return self._branches.keys()
+
+    def resume(self, conversation: ConversationKey, snapshot: Snapshot | None) -> Branch:
+        """The branch that a sequence resuming at `snapshot` (None: from nothing) belongs to; one more is active."""
+        branch = self._continued(conversation, snapshot) if snapshot is not None else None
+        if branch is None:
+            branch = Branch(conversation)
+            self._branches[branch] = None
+            if conversation[1] is not None:
+                self._conversations.setdefault(conversation, []).append(branch)
+            branch.num_active = 1
+            if snapshot is not None and snapshot.kind in ("turn_start", "turn_end"):
+                self.keep(branch, snapshot, snapshot.kind)
+            self._enforce_limits(conversation)
+        else:
+            branch.num_active = 1
+            self._branches.move_to_end(branch)
+            lines = self._conversations.get(conversation)
+            if lines is not None:
+                lines.remove(branch)
+                lines.append(branch)
+            if branch.open_turn is not None:
+                # Whoever resumes at the end of the turn proves that the next prompt repeats it.
+                self._settle(branch.open_turn, is_kept=True)
+        return branch
+
+    def release(self, branch: Branch) -> None:
+        """The sequence on `branch` closed."""
+        branch.num_active -= 1
+        self._discard_if_empty(branch)
+
+    def keep(self, branch: Branch, snapshot: Snapshot, kind: BoundaryKind) -> None:
+        """`branch` published (or found) `snapshot`; what it kept of that kind before is superseded."""
+        if kind not in PRIVATE_KINDS:
+            return
+        if branch.is_abandoned:
+            if not snapshot.keepers:
+                self._reclaimer.supersede(snapshot)
+            return
+        old = branch.kept.get(kind)
+        branch.kept[kind] = snapshot
+        self._add_keeper(branch, snapshot)
+        if old is not None:
+            self._let_go(branch, old)
+        if kind != "suspended":
+            self._let_go_of_kind(branch, "suspended")
+
+    def begin_turn_end(self, branch: Branch, snapshot: Snapshot, *, is_own: bool) -> TurnHandle:
+        """A turn finished at `snapshot`. The turn end before it stays until this one is known to be repeated."""
+        handle = TurnHandle(branch, snapshot, is_own, snapshot.num_hits)
+        branch.num_turns += 1
+        if branch.is_abandoned:
+            handle.is_settled = True
+            self.keep(branch, snapshot, "turn_end")
+            return handle
+        if branch.open_turn is not None:
+            self._settle(branch.open_turn, is_kept=True)
+        branch.open_turn = handle
+        self._add_keeper(branch, snapshot)
+        self._let_go_of_kind(branch, "suspended")
+        return handle
+
+    def end_turn(self, handle: TurnHandle, stable_tokens: int) -> Snapshot | None:
+        """Settle a turn: the next prompt repeats `stable_tokens` tokens. Late and repeated calls do nothing.
+
+        Returns a snapshot that is now useless and that the caller should drop. A snapshot that somebody resumed from
+        in the meantime was repeated, whatever the caller believes.
+        """
+        if handle.is_settled:
+            return None
+        snapshot, branch = handle.snapshot, handle.branch
+        is_proven = snapshot.num_pins > 0 or snapshot.num_hits > handle.num_hits
+        if snapshot.num_tokens <= stable_tokens or is_proven:
+            self._settle(handle, is_kept=True)
+            return None
+        self._settle(handle, is_kept=False)
+        older = branch.kept.get("turn_end")
+        if older is not None and older.num_tokens > stable_tokens:
+            self._let_go_of_kind(branch, "turn_end")
+        self._discard_if_empty(branch)
+        is_useless = handle.is_own and not snapshot.keepers and snapshot.kind in PRIVATE_KINDS
+        return snapshot if is_useless else None
+
+    def forget(self, snapshot: Snapshot) -> None:
+        """`snapshot` left the cache."""
+        for branch in list(snapshot.keepers):
+            for kind in [kind for kind, kept in branch.kept.items() if kept is snapshot]:
+                del branch.kept[kind]
+            if branch.open_turn is not None and branch.open_turn.snapshot is snapshot:
+                branch.open_turn.is_settled = True
+                branch.open_turn = None
+            self._discard_if_empty(branch)
+        snapshot.keepers.clear()
+
+    def close_conversation(self, conversation: ConversationKey) -> None:
+        """It will not return: what only it kept is superseded. Its open sequences go on and keep nothing new."""
+        for branch in list(self._conversations.get(conversation, ())):
+            self._abandon(branch)
+
+    def _continued(self, conversation: ConversationKey, snapshot: Snapshot) -> Branch | None:
+        for branch in reversed(snapshot.keepers):
+            if branch.conversation == conversation and not branch.num_active and branch.deepest() is snapshot:
+                return branch
+        return None
+
+    def _settle(self, handle: TurnHandle, *, is_kept: bool) -> None:
+        handle.is_settled = True
+        branch = handle.branch
+        branch.open_turn = None
+        if is_kept:
+            self.keep(branch, handle.snapshot, "turn_end")
+        else:
+            self._let_go(branch, handle.snapshot)
+
+    def _add_keeper(self, branch: Branch, snapshot: Snapshot) -> None:
+        if branch not in snapshot.keepers:
+            snapshot.keepers.append(branch)
+        self._reclaimer.revive(snapshot)
+
+    def _let_go_of_kind(self, branch: Branch, kind: BoundaryKind) -> None:
+        snapshot = branch.kept.pop(kind, None)
+        if snapshot is not None:
+            self._let_go(branch, snapshot)
+
+    def _let_go(self, branch: Branch, snapshot: Snapshot) -> None:
+        """`branch` dropped one of its references to `snapshot`; it may have others."""
+        if any(other is snapshot for other in branch.snapshots()):
+            return
+        snapshot.keepers.remove(branch)
+        if not snapshot.keepers:
+            self._reclaimer.supersede(snapshot)
+
+    def _abandon(self, branch: Branch) -> None:
+        branch.is_abandoned = True
+        if branch.open_turn is not None:
+            branch.open_turn.is_settled = True
+        let_go, branch.kept, branch.open_turn = branch.snapshots(), {}, None
+        for snapshot in dict.fromkeys(let_go):
+            self._let_go(branch, snapshot)
+        self._remove(branch)
+
+    def _discard_if_empty(self, branch: Branch) -> None:
+        if not branch.num_active and not branch.snapshots():
+            self._remove(branch)
+
+    def _remove(self, branch: Branch) -> None:
+        self._branches.pop(branch, None)
+        lines = self._conversations.get(branch.conversation)
+        if lines is not None and branch in lines:
+            lines.remove(branch)
+            if not lines:
+                del self._conversations[branch.conversation]
+
+    def _enforce_limits(self, conversation: ConversationKey) -> None:
+        lines = self._conversations.get(conversation, [])
+        if len(lines) > self._max_branches:
+            idle = [branch for branch in lines if not branch.num_active]
+            if idle:
+                # Side calls have one turn; the line of work has many and goes last, however old its last turn is.
+                self._abandon(min(idle, key=lambda branch: min(branch.num_turns, 2)))
+        if len(self._branches) > self._max_total:
+            oldest = next((branch for branch in self._branches if not branch.num_active), None)
+            if oldest is not None:
+                self._abandon(oldest)

@@ -1,0 +1,65 @@
+"""What one running request holds of the cache: its page table, its live state row, and how far each has come.
+
+num_committed_tokens <= num_computed_tokens <= capacity_tokens. Committed: published in the prefix tree, immutable.
+Computed: keys and values written, the live row advanced to exactly here. Capacity: page slots owned. Plain data: only
+the cache manager changes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from turnkeep.cache.boundary import BoundaryKind
+
+if TYPE_CHECKING:
+    from turnkeep.cache.page_node import PageNode
+    from turnkeep.cache.retention import Branch
+    from turnkeep.cache.snapshot import Snapshot
+
+
+@dataclass(slots=True, frozen=True)
+class Export:
+    """A snapshot planned at `position`. row None: an equal snapshot existed already when it was asked for."""
+
+    position: int
+    row: int | None
+    kind: BoundaryKind
+
+
+@dataclass(slots=True, eq=False)
+class SequenceCache:
+    """One open sequence. `path` is the node of the last full committed page, `tail` the node of the own, partly
+    filled page once a part of it is committed; both stay in the tree for as long as the sequence is open."""
+
+    path: PageNode
+    encoded: bytearray  # the known tokens, encoded as tree keys, as far as they were needed
+    state_row: int | None = None
+    num_committed_tokens: int = 0
+    num_computed_tokens: int = 0
+    capacity_tokens: int = 0
+    num_pages: int = 0
+    tail: PageNode | None = None
+    resumed_from: Snapshot | None = None  # pinned until the sequence publishes a deeper one
+    branch: Branch | None = None
+    exports: list[Export] = field(default_factory=list)
+    is_closed: bool = False
+    table: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(8, np.int32))
+
+    @property
+    def page_ids(self) -> npt.NDArray[np.int32]:
+        """[num_pages] int32 view: the pages of positions [0, capacity_tokens)."""
+        return self.table[: self.num_pages]
+
+    def append_pages(self, page_ids: list[int]) -> None:
+        """Extend the table; a view taken before keeps showing the old pages."""
+        end = self.num_pages + len(page_ids)
+        if end > len(self.table):
+            table = np.zeros(max(2 * len(self.table), end), np.int32)
+            table[: self.num_pages] = self.table[: self.num_pages]
+            self.table = table
+        self.table[self.num_pages : end] = page_ids
+        self.num_pages = end

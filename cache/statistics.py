@@ -1,0 +1,87 @@
+"""What the cache did and holds, in numbers. Counters only grow; gauges are read when asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Since the cache was made. Counted when a sequence opens, so that a request that waits is counted once."""
+
+    num_opens: int = 0
+    num_hits: int = 0  # opens that reused at least one token
+    num_prompt_tokens: int = 0
+    num_matched_tokens: int = 0  # by pages alone
+    num_reused_tokens: int = 0
+    num_page_copies: int = 0
+    num_row_copies: int = 0
+    num_adopted_pages: int = 0  # partly filled pages written on without a copy
+    num_freed_duplicates: int = 0  # pages computed twice and shared afterwards
+    num_evicted_pages: int = 0
+    num_released_pins: int = 0  # resumed-from snapshots given up because nothing else was left
+    created_snapshots: Counter[str] = field(default_factory=Counter)  # by kind
+    evicted_snapshots: Counter[str] = field(default_factory=Counter)  # by kind
+    dropped_snapshots: Counter[str] = field(default_factory=Counter)  # by kind: the next prompt will not repeat them
+    skipped_snapshots: Counter[str] = field(default_factory=Counter)  # by reason: no_row, duplicate
+    lost_tokens: Counter[str] = field(default_factory=Counter)  # by reason: no_snapshot, evicted
+
+
+@dataclass(slots=True, frozen=True)
+class CacheStats:
+    """One reading. Counts of snapshots are by kind."""
+
+    num_pages: int  # usable ones
+    num_free_pages: int
+    num_evictable_pages: int
+    num_tree_pages: int
+    num_rows: int
+    num_free_rows: int
+    num_evictable_rows: int
+    num_open_sequences: int
+    num_conversations: int
+    num_branches: int
+    num_snapshots: dict[str, int]
+    num_superseded_snapshots: int
+    counters: CacheCounters
+
+    @property
+    def num_used_pages(self) -> int:
+        return self.num_pages - self.num_free_pages
+
+    @property
+    def num_used_rows(self) -> int:
+        return self.num_rows - self.num_free_rows
+
+    def gauge_values(self) -> dict[str, float]:
+        """Flat names for the stats message."""
+        values: dict[str, float] = {
+            name: getattr(self, name)
+            for name in (
+                "num_pages",
+                "num_free_pages",
+                "num_evictable_pages",
+                "num_tree_pages",
+                "num_rows",
+                "num_free_rows",
+                "num_evictable_rows",
+                "num_open_sequences",
+                "num_conversations",
+                "num_branches",
+                "num_superseded_snapshots",
+            )
+        }
+        values.update({f"num_snapshots.{kind}": number for kind, number in self.num_snapshots.items()})
+        return values
+
+    def counter_values(self) -> dict[str, float]:
+        """Flat names for the stats message; counters by kind or reason as name.kind."""
+        values: dict[str, float] = {}
+        for name in CacheCounters.__slots__:
+            value = getattr(self.counters, name)
+            if isinstance(value, Counter):
+                values.update({f"{name}.{key}": number for key, number in value.items()})
+            else:
+                values[name] = value
+        return values

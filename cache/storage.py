@@ -1,0 +1,60 @@
+"""The pools' tensors on one device. The only module of the cache that imports torch; it knows ids, never who owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from turnkeep.cache.copies import PageCopy, RowCopy
+from turnkeep.cache.spec import CacheSpec
+from turnkeep.kernels.forward_batch import CacheTensors
+from turnkeep.kernels.row_copy import copy_page_slots, copy_rows
+
+
+class CacheStorage:
+    """Pages and state rows, zero-filled: padding page 0 and row 0 must hold finite values.
+
+    tensors.kv: one [2, num_pages, page_size, num_kv_heads, head_dim] per attention layer.
+    tensors.states: part name -> one [num_state_rows, *part.shape] per recurrent layer.
+    """
+
+    def __init__(
+        self, spec: CacheSpec, *, num_pages: int, num_state_rows: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.tensors = CacheTensors(
+            kv=_allocate_pages(spec, num_pages, device), states=_allocate_rows(spec, num_state_rows, device)
+        )
+        self._row_pools = [pool for pools in self.tensors.states.values() for pool in pools]
+
+    def apply_copies(self, page_copies: Sequence[PageCopy], row_copies: Sequence[RowCopy]) -> None:
+        """Carry out a step's copies, before its forward pass."""
+        if page_copies:
+            copy_page_slots(
+                self.tensors.kv,
+                [copy.source for copy in page_copies],
+                [copy.target for copy in page_copies],
+                [copy.num_tokens for copy in page_copies],
+            )
+        if row_copies:
+            copy_rows(self._row_pools, [copy.source for copy in row_copies], [copy.target for copy in row_copies])
+
+
+def _allocate_pages(spec: CacheSpec, num_pages: int, device: torch.device | str) -> list[torch.Tensor]:
+    if spec.kv is None:
+        return []
+    shape = (2, num_pages, spec.page_size, spec.kv.num_kv_heads, spec.kv.head_dim)
+    dtype = getattr(torch, spec.kv.dtype)
+    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.kv.num_layers)]
+
+
+def _allocate_rows(spec: CacheSpec, num_rows: int, device: torch.device | str) -> dict[str, list[torch.Tensor]]:
+    if spec.state is None:
+        return {}
+    return {
+        part.name: [
+            torch.zeros((num_rows, *part.shape), dtype=getattr(torch, part.dtype), device=device)
+            for _ in range(part.num_layers)
+        ]
+        for part in spec.state.parts
+    }
