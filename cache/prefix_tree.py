@@ -151,7 +151,9 @@ class PrefixTree:
         """Take out an unpinned node without children or snapshots, and release its page."""
         parent = node.parent
         assert parent is not None
-        assert not (node.children or node.num_pins or node.snapshots)
+        assert not node.children
+        assert not node.num_pins
+        assert not node.snapshots
         self._observer.leaf_taken(node)
         self._unlink(parent, node.key)
         node.is_attached = False

@@ -1,4 +1,4 @@
-"""The pools' tensors on one device. The only module of the cache that imports torch; it knows ids, never who owns them."""
+"""The pools' tensors on one device: the only module of the cache that imports torch. It knows ids, not their owners."""
 
 from __future__ import annotations
 
