@@ -1,0 +1,360 @@
+"""Stable positions of a conversation, found for any chat template by rendering what might come next.
+
+A boundary is as far as every probable continuation repeats the prompt, backed off to just behind a delimiter token: text
+before a delimiter tokenizes the same whatever follows. Long conversations are probed through a short stand-in that
+ends alike, which is checked against the real text and, now and then, against a full rendering.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from turnkeep.cache.boundary import Boundary
+from turnkeep.server.chat_messages import Message, TemplateError, normalize_messages
+from turnkeep.server.chat_template import ChatTemplate
+from turnkeep.server.probes import (
+    ANSWER_PROBES,
+    OPENING_PROBES,
+    continuations,
+    count_leading_system,
+    find_last_user,
+    shorten,
+)
+from turnkeep.server.prompts import EncodedPrompt, Guarded, PromptEncoder, RenderSetting, common_prefix_length
+from turnkeep.server.tokenizer import Tokenizer
+
+MIN_PLAIN_TRUNK_TOKENS = 16  # a shorter trunk without system text or tools is not worth a snapshot
+UNSURE_TOKENS = 8  # without a delimiter: a cut anywhere in a text was seen to change at most its last 4 tokens
+MAX_SLACK_TOKENS = 16
+NEAR_CHARS = 64  # a delimiter this near the end of a shared text is worth backing off to
+NUM_FULL_ROUNDS = 3  # rounds with every probe before a class of conversations is probed by its worst one
+MAX_CLASSES = 256
+MAX_TRUNKS = 64
+MAX_STARTS = 4096
+
+
+@dataclass(slots=True)
+class _Class:
+    """What was learnt of conversations alike: same template switches, tools or not, system text or not."""
+
+    num_rounds: int = 0
+    worst: int = 0  # index of the probe that kept least
+    next_other: int = 0  # the other probes take turns
+    may_shorten: bool = True
+    verified_length: int = 0  # messages of the longest conversation whose stand-in was checked in full
+
+
+@dataclass(slots=True)
+class BoundaryCounters:
+    """Monotonic counts, for metrics."""
+
+    num_failures: int = 0  # prompts for which no boundary could be found
+    num_full_renderings: int = 0  # probes that had to render a whole long conversation
+    num_large_slack: int = 0  # boundaries that gave up more than MAX_SLACK_TOKENS for want of a delimiter
+    num_unlike: int = 0  # classes whose short stand-in did not behave like the conversation
+
+
+class BoundaryFinder:
+    """Finds boundaries for one model. Give it the encoder of the prompts, so that only new text is encoded."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, *, encoder: PromptEncoder | None = None) -> None:
+        self._encoder = encoder or PromptEncoder(template, tokenizer)
+        self._tokenizer = tokenizer
+        self._shows_clock = "strftime_now" in template.source
+        self._classes: OrderedDict[bytes, _Class] = OrderedDict()
+        self._trunks: OrderedDict[bytes, str] = OrderedDict()
+        self._starts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self.counters = BoundaryCounters()
+
+    @property
+    def num_failures(self) -> int:
+        """Prompts for which no boundary could be found."""
+        return self.counters.num_failures
+
+    def prompt_boundaries(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+        prompt_ids: Sequence[int],
+        *,
+        prompt: EncodedPrompt | None = None,
+        now: float | None = None,
+    ) -> tuple[Boundary, ...]:
+        """trunk and turn_start of a prompt (with generation prompt) of canonical messages, ascending.
+
+        Every position is smaller than the number of tokens, so that the same prompt sent again can use it. Empty when
+        the template refuses every probe.
+        """
+        try:
+            if prompt is None:
+                prompt = self._encoder.encode(messages, tools=tools, template_kwargs=template_kwargs, now=now)
+            if list(prompt_ids) != prompt.token_ids:
+                self.counters.num_failures += 1
+                return ()
+            setting = prompt.setting
+            trunk = self._trunk(prompt, setting)
+            start = self._turn_start(prompt, setting)
+        except TemplateError:
+            self.counters.num_failures += 1
+            return ()
+        found = []
+        if trunk is not None and trunk != start:
+            found.append(Boundary(trunk, "trunk"))
+        if start is not None:
+            found.append(Boundary(start, "turn_start"))
+        return tuple(sorted(found, key=lambda boundary: boundary.position))
+
+    def turn_end(
+        self,
+        messages: Sequence[Message],
+        answer_message: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+        engine_ids: Sequence[int],
+        *,
+        prompt: EncodedPrompt | None = None,
+        now: float | None = None,
+    ) -> int:
+        """How many of engine_ids (prompt and sampled tokens) the next prompt repeats, if the client returns the answer
+        as it is and sends what the answer asks for: results of its tool calls, or a user message. 0 if unknown."""
+        try:
+            if prompt is None:
+                prompt = self._encoder.encode(messages, tools=tools, template_kwargs=template_kwargs, now=now)
+            answer = normalize_messages([dict(answer_message)])
+            guard = prompt.guarded.guard
+            guarded = self._encoder.guard(answer, None, mark=guard, avoid=prompt.text)
+            setting = prompt.setting
+            text = self._next_prompt_text(prompt, guarded.messages[0], setting)
+        except TemplateError:
+            self.counters.num_failures += 1
+            return 0
+        marked = Guarded([], None, guard or guarded.guard)
+        ids = self._encoder.encode_after([prompt], text, marked, prompt.setting).token_ids
+        if ids and ids[-1] not in self._tokenizer.special_ids:
+            ids = ids[: max(0, len(ids) - UNSURE_TOKENS)]
+        return common_prefix_tokens(engine_ids, ids)
+
+    def _trunk(self, prompt: EncodedPrompt, setting: RenderSetting) -> int | None:
+        messages = prompt.guarded.messages
+        leading = messages[: count_leading_system(messages)]
+        now = setting.now if self._shows_clock else None
+        key = _key(leading, setting.tools, setting.template_kwargs, now)
+        shared = self._trunks.get(key)
+        if shared is None:
+            texts = self._render_all([[*leading, *probe.messages] for probe in OPENING_PROBES], setting)
+            shared = _common_prefix(texts) if texts else ""
+            _put(self._trunks, key, shared, MAX_TRUNKS)
+        position = self._position(prompt, common_prefix_length(prompt.text, shared))
+        if position == 0 or (position < MIN_PLAIN_TRUNK_TOKENS and not leading and not setting.tools):
+            return None
+        return position
+
+    def _turn_start(self, prompt: EncodedPrompt, setting: RenderSetting) -> int | None:
+        messages = prompt.guarded.messages
+        last_user = find_last_user(messages)
+        if last_user is None:
+            return None
+        base = messages[: last_user + 1]
+        in_loop = last_user + 1 < len(messages)
+        key = _key(last_user, base[-1], bool(setting.tools), setting.template_kwargs)
+        if in_loop:
+            num_chars = self._known_start(key, prompt.text)
+            if num_chars is None:
+                text = self._render(base, setting)
+                num_chars = min(self._stable_chars(base, text, setting), common_prefix_length(text, prompt.text))
+        else:
+            num_chars = self._stable_chars(base, prompt.text, setting)
+        _put(self._starts, key, (num_chars, hash(prompt.text[:num_chars])), MAX_STARTS)
+        position = self._position(prompt, num_chars)
+        return position or None
+
+    def _known_start(self, key: bytes, text: str) -> int | None:
+        """The stable length found in an earlier request of this turn, if the prompt still begins alike."""
+        known = self._starts.get(key)
+        if known is None or hash(text[: known[0]]) != known[1]:
+            return None
+        return known[0]
+
+    def _stable_chars(self, base: list[Message], text: str, setting: RenderSetting) -> int:
+        """How much of the prompt text of `base` every answer and its continuation repeats."""
+        known = self._class_of(base, setting, "start")
+        short = shorten(base) if known.may_shorten else base
+        if len(short) < len(base):
+            lifted = self._stable_chars_by(short, base, text, known, setting)
+            if lifted is not None:
+                return lifted
+            self.counters.num_full_renderings += 1
+        return self._probe_answers(base, text, known, setting)
+
+    def _stable_chars_by(
+        self, short: list[Message], base: list[Message], text: str, known: _Class, setting: RenderSetting
+    ) -> int | None:
+        """The same through the stand-in; None when its text does not end like the real one."""
+        short_text = self._render(short, setting)
+        stable = self._probe_answers(short, short_text, known, setting)
+        if not text.endswith(short_text[self._margin(short_text, stable) :]):
+            return None
+        lifted = len(text) - (len(short_text) - stable)
+        if len(base) >= 2 * known.verified_length:
+            known.verified_length = len(base)
+            self.counters.num_full_renderings += 1
+            full = self._limit(base, text, [known.worst, 0], setting)[0]
+            if full is not None and full < lifted:
+                known.may_shorten = False
+                self.counters.num_unlike += 1
+                return None
+        return lifted
+
+    def _probe_answers(self, base: list[Message], text: str, known: _Class, setting: RenderSetting) -> int:
+        if known.num_rounds < NUM_FULL_ROUNDS:
+            chosen = list(range(len(ANSWER_PROBES)))
+        else:
+            known.next_other = (known.next_other + 1) % len(ANSWER_PROBES)
+            chosen = [known.worst, known.next_other]
+        known.num_rounds += 1
+        limit, worst = self._limit(base, text, chosen, setting)
+        if limit is None:
+            raise TemplateError("no continuation of this conversation can be rendered", "messages")
+        known.worst = worst
+        return limit
+
+    def _limit(
+        self, base: list[Message], text: str, chosen: list[int], setting: RenderSetting
+    ) -> tuple[int | None, int]:
+        """Shortest common prefix of a prompt text with its continuations, and the probe that gave it."""
+        limit, worst = None, 0
+        for index in dict.fromkeys(chosen):
+            try:
+                other = self._render([*base, *ANSWER_PROBES[index].messages], setting)
+            except TemplateError:
+                continue
+            shared = common_prefix_length(text, other)
+            if limit is None or shared < limit:
+                limit, worst = shared, index
+        return limit, worst
+
+    def _next_prompt_text(self, prompt: EncodedPrompt, answer: Message, setting: RenderSetting) -> str:
+        """What all next prompts begin with, cut behind a delimiter where there is one after the answer."""
+        messages = prompt.guarded.messages
+        known = self._class_of(messages, setting, "end")
+        short = shorten(messages) if known.may_shorten else messages
+        if len(short) < len(messages):
+            text = self._lifted_next_text(prompt, short, answer, setting)
+            if text is not None:
+                if len(messages) < 2 * known.verified_length:
+                    return text
+                known.verified_length = len(messages)
+                if common_prefix_length(text, full := self._full_next_text(messages, answer, setting)) == len(text):
+                    return text
+                known.may_shorten = False
+                self.counters.num_unlike += 1
+                return full
+        return self._full_next_text(messages, answer, setting)
+
+    def _full_next_text(self, messages: list[Message], answer: Message, setting: RenderSetting) -> str:
+        if len(messages) > 2 * len(shorten(messages)):
+            self.counters.num_full_renderings += 1
+        texts = self._render_all([[*messages, answer, *after] for after in continuations(answer)], setting)
+        if not texts:
+            raise TemplateError("no continuation of this answer can be rendered", "messages")
+        return self._cut(_common_prefix(texts))
+
+    def _lifted_next_text(
+        self, prompt: EncodedPrompt, short: list[Message], answer: Message, setting: RenderSetting
+    ) -> str | None:
+        short_text = self._render(short, setting)
+        next_text = self._full_next_text(short, answer, setting)
+        margin = self._margin(short_text, common_prefix_length(short_text, next_text))
+        if not margin or not prompt.text.endswith(short_text[margin:]):
+            return None
+        return prompt.text[: len(prompt.text) - (len(short_text) - margin)] + next_text[margin:]
+
+    def _render(self, messages: Sequence[Message], setting: RenderSetting) -> str:
+        return self._encoder.render(messages, setting)
+
+    def _render_all(self, conversations: list[list[Message]], setting: RenderSetting) -> list[str]:
+        """Texts of the conversations that the template takes."""
+        texts = []
+        for messages in conversations:
+            try:
+                texts.append(self._render(messages, setting))
+            except TemplateError:
+                continue
+        return texts
+
+    def _class_of(self, messages: list[Message], setting: RenderSetting, purpose: str) -> _Class:
+        key = _key(
+            purpose, setting.template_kwargs, bool(setting.tools), count_leading_system(messages), messages[-1]["role"]
+        )
+        known = self._classes.get(key)
+        if known is None:
+            known = _Class()
+            _put(self._classes, key, known, MAX_CLASSES)
+        return known
+
+    def _margin(self, text: str, position: int) -> int:
+        """Start of the delimiter before the last delimiter that ends at or before a position; 0 if there is none."""
+        starts = [m.start() for m in self._tokenizer.delimiter_pattern.finditer(text, 0, position)]
+        return starts[-2] if len(starts) > 1 else 0
+
+    def _cut(self, text: str) -> str:
+        """The text up to its last delimiter, if one stands near its end."""
+        last = None
+        for last in self._tokenizer.delimiter_pattern.finditer(text, max(0, len(text) - NEAR_CHARS)):
+            pass
+        return text[: last.end()] if last is not None else text
+
+    def _position(self, prompt: EncodedPrompt, num_chars: int) -> int:
+        """Token position of a stable text length: behind the last delimiter within it, or a little before its end
+        where the last delimiter is far away. Never the whole prompt."""
+        num_cuts = prompt.num_cuts_within(num_chars)
+        position = prompt.cut_tokens[num_cuts - 1] if num_cuts else 0
+        end = prompt.cut_ends[num_cuts - 1] if num_cuts else 0
+        if num_chars - end > MAX_SLACK_TOKENS:
+            start = prompt.cut_starts[num_cuts - 1] if num_cuts else 0
+            first = position - 1 if num_cuts else 0
+            ids = self._encoder.encode_piece(prompt.text[start:num_chars], prompt.guarded.guard)[0]
+            sure = first + common_prefix_tokens(prompt.token_ids[first:], ids) - UNSURE_TOKENS
+            if sure > position + MAX_SLACK_TOKENS - UNSURE_TOKENS:
+                position = sure
+        # The prompt's last token must be fed to get an answer; before a delimiter is as stable as behind it.
+        return min(position, len(prompt.token_ids) - 1)
+
+
+def common_prefix_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of leading tokens two sequences share."""
+    limit = min(len(first), len(second))
+    start = 0
+    while start < limit and list(first[start : start + 512]) == list(second[start : start + 512]):
+        start += 512
+    for index in range(start, min(limit, start + 512)):
+        if first[index] != second[index]:
+            return index
+    return min(limit, max(start, min(limit, start + 512)))
+
+
+def _common_prefix(texts: list[str]) -> str:
+    shared = len(texts[0])
+    for text in texts[1:]:
+        shared = min(shared, common_prefix_length(texts[0], text))
+    return texts[0][:shared]
+
+
+def _key(*parts: Any) -> bytes:
+    try:
+        return msgspec.json.encode(parts)
+    except (OverflowError, TypeError, UnicodeEncodeError, msgspec.MsgspecError):  # numbers or text JSON cannot carry
+        return repr(parts).encode("utf-8", "surrogatepass")
+
+
+def _put(table: OrderedDict[bytes, Any], key: bytes, value: Any, limit: int) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    while len(table) > limit:
+        table.popitem(last=False)

@@ -1,0 +1,61 @@
+"""The cache report of a conversation: for every turn, which prompt tokens were reused and why the others were not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from turnkeep.server.conversations import Conversation, TurnRecord
+
+
+def cache_report(conversation: Conversation) -> dict[str, Any]:
+    """Body of GET /v1/conversations/{id}/cache, for a conversation that may still run."""
+    totals = conversation.totals
+    num_prompt = totals["prompt_tokens"]
+    return {
+        "object": "conversation.cache",
+        "conversation_id": conversation.conversation_id,
+        "started_at": conversation.started_s,
+        "last_used_at": conversation.last_used_s,
+        "num_turns": conversation.num_turns,
+        "num_branches": conversation.num_branches,
+        "totals": {
+            "prompt_tokens": num_prompt,
+            "cached_tokens": totals["cached_tokens"],
+            "recomputed_tokens": num_prompt - totals["cached_tokens"],
+            "new_tokens": totals["new_tokens"],
+            "output_tokens": totals["output_tokens"],
+            "cached_share": totals["cached_tokens"] / num_prompt if num_prompt else 0.0,
+            "lost": {
+                "template": totals["lost_template"],
+                "evicted": totals["lost_evicted"],
+                "no_snapshot": totals["lost_no_snapshot"],
+            },
+        },
+        "turns": [turn_report(record) for record in conversation.turns],
+    }
+
+
+def turn_report(record: TurnRecord) -> dict[str, Any]:
+    """One turn. lost.template counts tokens the engine holds and the prompt does not repeat; the other two are prompt
+    tokens that had been computed before and are computed again."""
+    return {
+        "request_id": record.request_id,
+        "ended_at": record.ended_s,
+        "branch": record.branch,
+        "prompt_tokens": record.num_prompt_tokens,
+        "matched_tokens": record.num_matched_tokens,
+        "cached_tokens": record.num_cached_tokens,
+        "recomputed_tokens": record.num_prompt_tokens - record.num_cached_tokens,
+        "new_tokens": record.num_new_tokens,
+        "output_tokens": record.num_output_tokens,
+        "held_tokens": record.num_held_tokens,
+        "lost": {
+            "template": record.num_lost_template,
+            "evicted": record.num_lost_evicted,
+            "no_snapshot": record.num_lost_no_snapshot,
+        },
+        "first_difference": record.first_difference,
+        "finish_reason": record.finish_reason,
+        "stable_tokens": record.stable_tokens,
+        "ttft_s": record.ttft_s,
+    }

@@ -1,0 +1,347 @@
+"""Which conversation a request belongs to, and what became of the tokens of its turns.
+
+An id is a hint: it steers retention and reporting, never correctness (reuse is always decided by tokens). Ids live
+under a root made of tenant and cache salt, so equal ids of two tenants never meet. Pure; the clock is passed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_ID_BYTES = 256
+MAX_TURNS = 64  # turns kept per conversation, for the report
+MAX_BRANCHES = 8  # prompts kept per conversation to compare the next one with
+COMPARED_BLOCK_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationTag:
+    """The id a request carries. source: the field or header it came from ("none" without one).
+
+    conflicting: other sources that name another conversation. shared: the source may be shared by many conversations.
+    """
+
+    conversation_id: str | None
+    source: str
+    conflicting: tuple[str, ...] = ()
+    shared: bool = False
+
+
+NO_TAG = ConversationTag(None, "none")
+
+
+def is_valid_id(value: object) -> bool:
+    """Whether a value can be a conversation id: printable text of 1 to 256 bytes that is no path."""
+    if not isinstance(value, str) or not value or not value.isprintable():
+        return False
+    if "/" in value or "\\" in value or value in (".", ".."):
+        return False
+    return len(value.encode("utf-8", "surrogatepass")) <= MAX_ID_BYTES
+
+
+def resolve_conversation(
+    headers: Mapping[str, str], body: Mapping[str, Any], *, extra_headers: Sequence[str] = ()
+) -> ConversationTag:
+    """The conversation of a request: the first usable id in the order of precedence; unusable ones are passed over.
+
+    Header names in any case, with "-" or "_". extra_headers: names that count last, where an operator wants them.
+    """
+    names = {name.lower().replace("_", "-"): value for name, value in headers.items()}
+    signals = [(source, value) for source, value in _signals(names, body, extra_headers) if is_valid_id(value)]
+    if not signals:
+        return NO_TAG
+    source, chosen = signals[0]
+    # A cache key is allowed to differ from the conversation it serves.
+    conflicting = tuple(
+        name for name, value in signals[1:] if value != chosen and name not in ("prompt_cache_key", *extra_headers)
+    )
+    return ConversationTag(chosen, source, conflicting, shared=source == "prompt_cache_key")
+
+
+def _signals(
+    headers: Mapping[str, str], body: Mapping[str, Any], extra_headers: Sequence[str]
+) -> Iterator[tuple[str, object]]:
+    """(source, value) of every place an id may stand, by precedence."""
+    yield "previous_response_id", body.get("previous_response_id")
+    conversation = body.get("conversation")
+    yield "conversation", conversation.get("id") if isinstance(conversation, Mapping) else conversation
+    yield "conversation_id", body.get("conversation_id")
+    for name in ("x-conversation-id", "x-dynamo-session-id"):
+        yield name, headers.get(name)
+    yield "session_id", body.get("session_id")
+    for outer, inner in (("conversation_params", "conversation_id"), ("vllm_xargs", "session_id")):
+        nested = body.get(outer)
+        yield f"{outer}.{inner}", nested.get(inner) if isinstance(nested, Mapping) else None
+    yield "x-claude-code-session-id", _with_agent(headers)
+    yield "metadata.user_id", _session_of_user(body.get("metadata"))
+    for name in ("thread-id", "session-id", "x-session-id", "x-session-affinity"):
+        yield name, headers.get(name)
+    yield "prompt_cache_key", body.get("prompt_cache_key")
+    for name in extra_headers:
+        yield name, headers.get(name.lower().replace("_", "-"))
+
+
+def _with_agent(headers: Mapping[str, str]) -> str | None:
+    """The session of a coding client; its sub-agents share the session and have ids of their own."""
+    session = headers.get("x-claude-code-session-id")
+    agent = headers.get("x-claude-code-agent-id")
+    return f"{session}:{agent}" if session and agent else session
+
+
+def _session_of_user(metadata: object) -> object:
+    user = metadata.get("user_id") if isinstance(metadata, Mapping) else None
+    if not isinstance(user, str) or not user.startswith("{"):
+        return None
+    try:
+        parsed = json.loads(user)
+    except (ValueError, RecursionError):
+        return None
+    return parsed.get("session_id") if isinstance(parsed, dict) else None
+
+
+def cache_root(tenant: str | None, cache_salt: str | None) -> str:
+    """The root under which prefixes may be shared. A client's salt can only divide its tenant's root further."""
+    if tenant is None and cache_salt is None:
+        return ""
+    digest = hashlib.sha256()
+    for part in (tenant, cache_salt):
+        data = b"" if part is None else part.encode("utf-8", "surrogatepass")
+        digest.update(b"%d:" % (-1 if part is None else len(data)))
+        digest.update(data)
+    return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """The tokens of one turn. reused + no_snapshot + evicted + new = prompt; all but the reused are computed.
+
+    num_held_tokens: what the engine had computed on this branch. Of these, template tokens are not repeated by the
+    prompt; from `first_difference` on the prompt reads differently (None: it repeats all).
+    """
+
+    request_id: str
+    ended_s: float
+    branch: int
+    num_prompt_tokens: int
+    num_matched_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_held_tokens: int
+    num_new_tokens: int
+    num_lost_template: int
+    num_lost_evicted: int
+    num_lost_no_snapshot: int
+    first_difference: int | None
+    finish_reason: str
+    stable_tokens: int | None = None
+    ttft_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Branch:
+    number: int
+    held: array[int]  # tokens the engine has computed: prompt and output without the last sampled token
+    used: int
+
+
+class Conversation:
+    """Recent turns of one conversation, and the token sequences that its next prompt may continue."""
+
+    def __init__(self, root: str, conversation_id: str, started_s: float, clock: Callable[[], float]) -> None:
+        self.root = root
+        self.conversation_id = conversation_id
+        self.started_s = started_s
+        self.last_used_s = started_s
+        self.turns: deque[TurnRecord] = deque(maxlen=MAX_TURNS)
+        self.num_turns = 0
+        self.totals: Counter[str] = Counter()
+        self._branches: list[_Branch] = []
+        self._num_branches = 0
+        self._clock = clock
+
+    @property
+    def num_branches(self) -> int:
+        """Branches seen so far (a retried or edited turn, a side call)."""
+        return self._num_branches
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Token ids kept for comparison."""
+        return sum(len(branch.held) for branch in self._branches)
+
+    def forget_tokens(self) -> None:
+        """Free the token ids; the next turn then counts as the first of a branch."""
+        self._branches.clear()
+
+    def record_turn(
+        self,
+        *,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        num_matched_tokens: int,
+        num_cached_tokens: int,
+        finish_reason: str,
+        stable_tokens: int | None = None,
+        ttft_s: float | None = None,
+    ) -> TurnRecord:
+        """Account for a finished turn. Lengths as the engine reported them, in tokens."""
+        prompt = array("i", prompt_ids)
+        branch, shared = self._continued_branch(prompt)
+        num_held = len(branch.held) if branch is not None else 0
+        num_matched = max(num_matched_tokens, num_cached_tokens)
+        # The last prompt token is always computed, so it is never lost.
+        usable = min(shared, len(prompt) - 1) if prompt else 0
+        known = max(usable, num_matched)
+        number = branch.number if branch is not None else self._num_branches
+        record = TurnRecord(
+            request_id=request_id,
+            ended_s=self._clock(),
+            branch=number,
+            num_prompt_tokens=len(prompt),
+            num_matched_tokens=num_matched_tokens,
+            num_cached_tokens=num_cached_tokens,
+            num_output_tokens=len(output_ids),
+            num_held_tokens=num_held,
+            num_new_tokens=len(prompt) - known,
+            num_lost_template=num_held - shared if shared < len(prompt) else 0,
+            num_lost_evicted=known - num_matched,
+            num_lost_no_snapshot=num_matched - num_cached_tokens,
+            first_difference=shared if branch is not None and shared < min(num_held, len(prompt)) else None,
+            finish_reason=finish_reason,
+            stable_tokens=stable_tokens,
+            ttft_s=ttft_s,
+        )
+        self._keep(branch, number, prompt, output_ids)
+        self._count(record)
+        return record
+
+    def _continued_branch(self, prompt: array[int]) -> tuple[_Branch | None, int]:
+        """The branch that shares most with a prompt. A prompt that shares only its beginning (less than half of the
+        branch and of itself: a side call with the same system text) starts a branch of its own."""
+        best, best_shared = None, 0
+        for branch in self._branches:
+            shared = common_prefix_tokens(branch.held, prompt)
+            if shared > best_shared:
+                best, best_shared = branch, shared
+        if best is None or 2 * best_shared < min(len(best.held), len(prompt)):
+            return None, 0
+        return best, best_shared
+
+    def _keep(self, branch: _Branch | None, number: int, prompt: array[int], output_ids: Sequence[int]) -> None:
+        held = prompt + array("i", output_ids[: max(0, len(output_ids) - 1)])
+        self.num_turns += 1
+        if branch is None:
+            self._num_branches += 1
+            branch = _Branch(number, held, self.num_turns)
+            self._branches.append(branch)
+            if len(self._branches) > MAX_BRANCHES:
+                self._branches.remove(min(self._branches, key=lambda other: other.used))
+        branch.held, branch.used = held, self.num_turns
+
+    def _count(self, record: TurnRecord) -> None:
+        self.turns.append(record)
+        self.last_used_s = record.ended_s
+        self.totals["prompt_tokens"] += record.num_prompt_tokens
+        self.totals["cached_tokens"] += record.num_cached_tokens
+        self.totals["output_tokens"] += record.num_output_tokens
+        self.totals["new_tokens"] += record.num_new_tokens
+        self.totals["lost_template"] += record.num_lost_template
+        self.totals["lost_evicted"] += record.num_lost_evicted
+        self.totals["lost_no_snapshot"] += record.num_lost_no_snapshot
+
+
+class ConversationTable:
+    """Conversations by root and id: bounded, least recently used first out, gone after ttl_s without use.
+
+    Forgetting one loses its report, never correctness. counters are monotonic. Not safe across threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        max_conversations: int = 65536,
+        ttl_s: float = 86400.0,
+        max_held_tokens: int = 16 * 1024 * 1024,
+    ) -> None:
+        self._clock = clock
+        self._max_conversations = max_conversations
+        self._ttl_s = ttl_s
+        self._max_held_tokens = max_held_tokens
+        self._table: OrderedDict[tuple[str, str], Conversation] = OrderedDict()
+        self.counters: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def open(self, root: str, conversation_id: str) -> Conversation:
+        """The conversation, made on first sight; it becomes the most recently used one."""
+        self._expire()
+        key = (root, conversation_id)
+        conversation = self._table.pop(key, None)
+        now = self._clock()
+        if conversation is None:
+            conversation = Conversation(root, conversation_id, now, self._clock)
+            self.counters["opened"] += 1
+        conversation.last_used_s = now
+        self._table[key] = conversation
+        while len(self._table) > self._max_conversations:
+            self._table.popitem(last=False)
+            self.counters["evicted"] += 1
+        return conversation
+
+    def find(self, root: str, conversation_id: str) -> Conversation | None:
+        """The conversation if it is known, without touching its age."""
+        self._expire()
+        return self._table.get((root, conversation_id))
+
+    def close(self, root: str, conversation_id: str) -> bool:
+        """Forget a conversation. False: it was not known."""
+        found = self._table.pop((root, conversation_id), None) is not None
+        self.counters["closed"] += found
+        return found
+
+    def note_tag(self, tag: ConversationTag) -> None:
+        """Count where ids come from and how often signals disagree."""
+        self.counters[f"source:{tag.source}"] += 1
+        self.counters["conflicts"] += bool(tag.conflicting)
+
+    def trim(self) -> None:
+        """Free token ids of the least recently used conversations beyond the bound; call now and then."""
+        num_held = sum(conversation.num_held_tokens for conversation in self._table.values())
+        for conversation in self._table.values():
+            if num_held <= self._max_held_tokens:
+                return
+            num_held -= conversation.num_held_tokens
+            conversation.forget_tokens()
+            self.counters["trimmed"] += 1
+
+    def _expire(self) -> None:
+        limit = self._clock() - self._ttl_s
+        while self._table:
+            key, oldest = next(iter(self._table.items()))
+            if oldest.last_used_s >= limit:
+                return
+            del self._table[key]
+            self.counters["expired"] += 1
+
+
+def common_prefix_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of leading tokens two sequences of one type share."""
+    limit = min(len(first), len(second))
+    start = 0
+    while start < limit:
+        end = min(limit, start + COMPARED_BLOCK_TOKENS)
+        if first[start:end] != second[start:end]:
+            while first[start] == second[start]:
+                start += 1
+            return start
+        start = end
+    return limit

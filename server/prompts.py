@@ -1,0 +1,319 @@
+"""Prompts of conversations: canonical messages rendered and encoded, cheaply for a conversation that comes back.
+
+Owns the guard (text in messages that spells a control token stays text) and the memory of earlier prompts (a returning
+conversation encodes only its new text). Knows no boundary and no request.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from turnkeep.server.chat_messages import Message, TemplateError, relaxed_messages
+from turnkeep.server.chat_template import ChatTemplate
+from turnkeep.server.tokenizer import Tokenizer, replace_lone_surrogates
+
+# What an agent itself writes as tokens: in its own messages these strings mean what they say. Clients that know no
+# reasoning field send them back inside the content.
+AGENT_MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+GUARDS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # Unicode noncharacters: not for interchange
+PROMPTS_PER_KEY = 3
+RECENT_PROMPTS = 4
+COMPARED_BLOCK_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """Messages and tools in which spelled control tokens are broken by the character `guard` (None: there were none)."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    guard: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RenderSetting:
+    """What, besides the messages, decides a prompt's text. relaxed: the template takes these messages only in relaxed
+    form; what continues the prompt is then rendered in that form too."""
+
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    now: float | None = None
+    relaxed: bool = False
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt's text and tokens. Cut i is a delimiter token: it starts at character `cut_starts[i]`, ends at
+    `cut_ends[i]`, and `cut_tokens[i]` tokens stand before its end. The text still holds guard characters."""
+
+    text: str
+    token_ids: list[int]
+    guarded: Guarded
+    setting: RenderSetting
+    cut_starts: list[int] = field(repr=False)
+    cut_ends: list[int] = field(repr=False)
+    cut_tokens: list[int] = field(repr=False)
+    num_reencoded_tokens: int = 0
+
+    def num_cuts_within(self, num_chars: int) -> int:
+        """How many delimiters end at or before a character position."""
+        return bisect.bisect_right(self.cut_ends, num_chars)
+
+
+def common_prefix_length(first: str, second: str) -> int:
+    """Number of leading characters two texts share."""
+    limit = min(len(first), len(second))
+    start = 0
+    while start < limit and first[start : start + COMPARED_BLOCK_CHARS] == second[start : start + COMPARED_BLOCK_CHARS]:
+        start += COMPARED_BLOCK_CHARS
+    if start >= limit:
+        return limit
+    low, high = start, min(limit, start + COMPARED_BLOCK_CHARS)
+    while low < high:  # the first `low` characters are equal, the first `high + 1` are not
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class PromptEncoder:
+    """Renders and encodes prompts of one model, remembering recent ones by a key (a conversation).
+
+    max_remembered_chars bounds the memory; forgetting costs time only. Safe to use from several threads.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, tokenizer: Tokenizer, *, max_remembered_chars: int = 64 * 1024 * 1024
+    ) -> None:
+        self.template = template
+        self.tokenizer = tokenizer
+        self.num_relaxed = 0  # prompts whose messages the template took only in relaxed form
+        self.num_without_cuts = 0  # prompts whose delimiters could not be found in the text (no reuse, no boundaries)
+        self._max_remembered_chars = max_remembered_chars
+        self._remembered: OrderedDict[str, list[EncodedPrompt]] = OrderedDict()
+        self._recent: list[EncodedPrompt] = []
+        self._num_remembered_chars = 0
+        self._lock = threading.Lock()
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        now: float | None = None,
+        memory_key: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> EncodedPrompt:
+        """The prompt of canonical messages. memory_key: cache root and conversation. Raises TemplateError."""
+        guarded = self.guard(messages, tools)
+        setting = RenderSetting(guarded.tools, template_kwargs, now, add_generation_prompt=add_generation_prompt)
+        try:
+            text = self.render(guarded.messages, setting)
+        except TemplateError as error:
+            setting = replace(setting, relaxed=True)
+            try:
+                text = self.render(guarded.messages, setting)
+            except TemplateError:
+                raise error from None
+            self.num_relaxed += 1
+        prompt = self.encode_text(text, guarded, setting, memory_key)
+        self._remember(memory_key, prompt)
+        return prompt
+
+    def guard(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        mark: str | None = None,
+        avoid: str = "",
+    ) -> Guarded:
+        """Break every control token that a message or tool spells; agents' own messages may spell their markup.
+
+        mark: the guard to use (default: the first that occurs neither in these texts nor in `avoid`).
+        """
+        pattern = self.tokenizer.control_pattern
+        markup = {text for text in AGENT_MARKUP if pattern.fullmatch(text)}
+        plain_tools = [dict(tool) for tool in tools] if tools else None
+        if not _any_text(lambda text: pattern.search(text) is not None, [*messages, plain_tools]):
+            return Guarded(list(messages), plain_tools, None)
+        guard = mark or _unused_mark([*messages, plain_tools], avoid)
+
+        def broken(text: str, allowed: frozenset[str] = frozenset()) -> str:
+            return _break_matches(text, pattern, guard, allowed)
+
+        result: list[Message] = []
+        for message in messages:
+            changed: Message = _map_text(broken, message)
+            if message["role"] == "assistant" and isinstance(message.get("content"), str):
+                changed["content"] = broken(message["content"], frozenset(markup))
+            result.append({**changed, "role": message["role"]})
+        return Guarded(result, _map_text(broken, plain_tools), guard)
+
+    def render(self, messages: Sequence[Message], setting: RenderSetting) -> str:
+        """Text of (guarded) messages. Raises TemplateError."""
+        text = self.template.render(
+            relaxed_messages(messages) if setting.relaxed else messages,
+            tools=setting.tools,
+            template_kwargs=setting.template_kwargs,
+            now=setting.now,
+            add_generation_prompt=setting.add_generation_prompt,
+        )
+        return replace_lone_surrogates(text)
+
+    def encode_text(
+        self, text: str, guarded: Guarded, setting: RenderSetting, memory_key: str | None = None
+    ) -> EncodedPrompt:
+        """Tokens and cuts of a rendered text, reusing the remembered prompt that shares most of it."""
+        with self._lock:
+            known = [*self._recent, *(self._remembered.get(memory_key, ()) if memory_key is not None else ())]
+        return self.encode_after(known, text, guarded, setting)
+
+    def encode_after(
+        self, known: Sequence[EncodedPrompt], text: str, guarded: Guarded, setting: RenderSetting
+    ) -> EncodedPrompt:
+        """Tokens and cuts of a text; what a known prompt shares with it up to a delimiter is not encoded again: text
+        on either side of a delimiter tokenizes independently of the other."""
+        best, num_cuts = _longest_known(known, text, guarded.guard)
+        if best is not None:
+            start = best.cut_starts[num_cuts - 1]
+            num_tokens = best.cut_tokens[num_cuts - 1] - 1
+            # The delimiter itself is encoded again: some tokenizers treat the first word of a text on its own.
+            ids, starts, ends, tokens = self.encode_piece(text[start:], guarded.guard)
+            if starts and ids[0] == best.token_ids[num_tokens]:
+                return EncodedPrompt(
+                    text,
+                    best.token_ids[:num_tokens] + ids,
+                    guarded,
+                    setting,
+                    best.cut_starts[: num_cuts - 1] + [start + position for position in starts],
+                    best.cut_ends[: num_cuts - 1] + [start + position for position in ends],
+                    best.cut_tokens[: num_cuts - 1] + [num_tokens + position for position in tokens],
+                    len(ids),
+                )
+        ids, starts, ends, tokens = self.encode_piece(text, guarded.guard)
+        return EncodedPrompt(text, ids, guarded, setting, starts, ends, tokens, len(ids))
+
+    def encode_piece(self, text: str, guard: str | None) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Token ids of a text, and its cuts (starts, ends, tokens); no cuts when text and tokens disagree on them."""
+        ids = self._encode_guarded(text, guard) if guard and guard in text else self.tokenizer.encode(text)
+        special = self.tokenizer.special_ids
+        tokens = [position for position, token_id in enumerate(ids, 1) if token_id in special]
+        starts, ends, expected = [], [], []
+        for match in self.tokenizer.delimiter_pattern.finditer(text):
+            starts.append(match.start())
+            ends.append(match.end())
+            expected.append(self.tokenizer.delimiter_id(match[0]))
+        if [ids[position - 1] for position in tokens] != expected:
+            self.num_without_cuts += 1
+            return ids, [], [], []
+        return ids, starts, ends, tokens
+
+    def _encode_guarded(self, text: str, guard: str) -> list[int]:
+        """Encode a text with guards: the stretch around a guard, up to the next control token, as plain text."""
+        ids: list[int] = []
+        start = 0  # of the text that is not encoded yet
+        matches = [*self.tokenizer.control_pattern.finditer(text)]
+        ends = [match.end() for match in matches]
+        while (position := text.find(guard, start)) >= 0:
+            index = bisect.bisect_right(ends, position)
+            island = max(start, ends[index - 1]) if index else start
+            following = matches[index].start() if index < len(matches) else len(text)
+            ids += self.tokenizer.encode(text[start:island])
+            ids += self.tokenizer.encode(text[island:following].replace(guard, ""), allow_special=False)
+            start = following
+        return ids + self.tokenizer.encode(text[start:])
+
+    def _remember(self, key: str | None, prompt: EncodedPrompt) -> None:
+        with self._lock:
+            self._recent = [*self._recent[-(RECENT_PROMPTS - 1) :], prompt]
+            if key is None:
+                return
+            prompts = self._remembered.pop(key, [])
+            # A prompt that the new one continues adds nothing; side calls of the same conversation stay.
+            kept = [old for old in prompts if not prompt.text.startswith(old.text[: _last_cut_start(old)])]
+            self._remembered[key] = [*kept[-(PROMPTS_PER_KEY - 1) :], prompt]
+            self._num_remembered_chars += sum(len(p.text) for p in self._remembered[key]) - sum(
+                len(p.text) for p in prompts
+            )
+            while self._num_remembered_chars > self._max_remembered_chars and self._remembered:
+                _, forgotten = self._remembered.popitem(last=False)
+                self._num_remembered_chars -= sum(len(p.text) for p in forgotten)
+
+
+def _longest_known(
+    candidates: Sequence[EncodedPrompt], text: str, guard: str | None
+) -> tuple[EncodedPrompt | None, int]:
+    """The prompt that shares most text up to a delimiter, and the number of its cuts in the shared text."""
+    best, best_cuts, best_chars = None, 0, 0
+    for known in reversed(candidates):
+        shared = common_prefix_length(known.text, text)
+        if known.guarded.guard != guard:  # the mark of one is an ordinary character for the other
+            for mark in (known.guarded.guard, guard):
+                found = text.find(mark, 0, shared) if mark else -1
+                shared = found if found >= 0 else shared
+        num_cuts = known.num_cuts_within(shared)
+        if num_cuts and known.cut_ends[num_cuts - 1] > best_chars:
+            best, best_cuts, best_chars = known, num_cuts, known.cut_ends[num_cuts - 1]
+    return best, best_cuts
+
+
+def _unused_mark(value: Any, avoid: str) -> str:
+    texts = [avoid]
+
+    def collect(text: str) -> bool:
+        texts.append(text)
+        return False
+
+    _any_text(collect, value)
+    for mark in GUARDS:
+        if not any(mark in text for text in texts):
+            return mark
+    raise TemplateError("the messages use every Unicode noncharacter", "messages")
+
+
+def _last_cut_start(prompt: EncodedPrompt) -> int:
+    return prompt.cut_starts[-1] if prompt.cut_starts else len(prompt.text)
+
+
+def _any_text(test: Callable[[str], bool], value: Any) -> bool:
+    """Whether any text inside plain data passes a test."""
+    if isinstance(value, str):
+        return test(value)
+    if isinstance(value, Mapping):
+        return any(_any_text(test, key) or _any_text(test, item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return any(_any_text(test, item) for item in value)
+    return False
+
+
+def _map_text(change: Callable[[str], str], value: Any) -> Any:
+    """Plain data with every text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_text(change, key): _map_text(change, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_text(change, item) for item in value]
+    return value
+
+
+def _break_matches(text: str, pattern: Any, guard: str, allowed: frozenset[str]) -> str:
+    """The text with the guard behind the first character of every match that is not allowed, until none is left."""
+    start = 0
+    while (match := pattern.search(text, start)) is not None:
+        if match[0] in allowed:
+            start = match.end()
+            continue
+        text = f"{text[: match.start() + 1]}{guard}{text[match.start() + 1 :]}"
+        start = match.start() + 2
+    return text
