@@ -27,7 +27,7 @@ class ResidualLayer(nn.Module):
         super().__init__()
         self.dtype = dtype
         self.norm_eps = config.norm_eps
-        self.norm_weight = empty_parameter(config.hidden_size, dtype=dtype)
+        self.norm_weight = empty_parameter(config.hidden_size, dtype=torch.float32)
         self.mixer = mixer
 
     def forward(self, residual: Tensor, step: DecoderStep) -> Tensor:
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
             ResidualLayer(_build_mixer(config, position, dtype), config, dtype)
             for position in range(len(config.layer_kinds))
         )
-        self.norm_weight = empty_parameter(config.hidden_size, dtype=dtype)
+        self.norm_weight = empty_parameter(config.hidden_size, dtype=torch.float32)
         self.lm_head = (
             None if config.tie_word_embeddings else empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
         )

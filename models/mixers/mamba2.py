@@ -35,13 +35,14 @@ class Mamba2Mixer(nn.Module):
         self.clamps_dt = config.dt_limit != (0.0, inf)
         self.in_proj_weight = empty_parameter(sum(self.projected_sizes), hidden_size, dtype=dtype)
         self.in_proj_bias = empty_parameter_or_none(config.has_bias, sum(self.projected_sizes), dtype=dtype)
-        self.conv_weight = empty_parameter(conv_dim, config.conv_width, dtype=dtype)
-        self.conv_bias = empty_parameter_or_none(config.has_conv_bias, conv_dim, dtype=dtype)
-        # What the state is multiplied by over thousands of tokens stays in float32 whatever the model dtype.
+        # Only the large matrices take the model dtype. The rest is used in float32: converting it in every step
+        # costs more than it saves, and A multiplies the state over thousands of tokens.
+        self.conv_weight = empty_parameter(conv_dim, config.conv_width, dtype=torch.float32)
+        self.conv_bias = empty_parameter_or_none(config.has_conv_bias, conv_dim, dtype=torch.float32)
         self.dt_bias = empty_parameter(heads, dtype=torch.float32)
         self.A = empty_parameter(heads, dtype=torch.float32)
         self.D = empty_parameter(heads, dtype=torch.float32)
-        self.norm_weight = empty_parameter(inner, dtype=dtype)
+        self.norm_weight = empty_parameter(inner, dtype=torch.float32)
         self.out_proj_weight = empty_parameter(hidden_size, inner, dtype=dtype)
         self.out_proj_bias = empty_parameter_or_none(config.has_bias, hidden_size, dtype=dtype)
 
