@@ -69,7 +69,7 @@ def _with_windows(
     """Put the starting window in front of every sequence: [sum of (W - 1 + length), C]."""
     starting = windows.index_select(0, rows).transpose(1, 2)  # [R, W - 1, C]
     pieces: list[torch.Tensor] = []
-    for window, tokens, context_len in zip(starting, x.split(list(seq_lens)), context_lens, strict=True):
+    for window, tokens, context_len in zip(starting, torch.split(x, list(seq_lens)), context_lens, strict=True):
         pieces.append(window if context_len > 0 else torch.zeros_like(window))
         pieces.append(tokens)
     return torch.cat(pieces) if pieces else x

@@ -20,6 +20,6 @@ def gated_rms_norm_reference(
     wide = x.to(torch.float32)
     if gate is not None:
         wide = wide * functional.silu(gate.to(torch.float32))
-    groups = wide.unflatten(-1, (-1, group_size))  # [..., d / group_size, group_size]
+    groups = wide.reshape(*x.shape[:-1], -1, group_size)  # [..., d / group_size, group_size]
     scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
-    return ((groups * scale).flatten(-2) * weight).to(x.dtype)
+    return ((groups * scale).view(x.shape) * weight).to(x.dtype)

@@ -102,7 +102,7 @@ def _attend_group(
     # Slots past a request's length may hold anything, and weight zero times NaN is NaN: read page 0 there instead.
     slots = slots.where(valid, 0)
     own = kv.flatten(1, 2).index_select(1, slots.flatten())  # [2, R * L, Hkv, D]
-    keys, values = own.unflatten(1, slots.shape).transpose(2, 3).to(q.dtype)  # [R, Hkv, L, D] each
+    keys, values = own.view(2, *slots.shape, num_kv_heads, head_dim).transpose(2, 3).to(q.dtype)  # [R, Hkv, L, D] each
     rows = q.view(q.shape[0], num_kv_heads, -1, head_dim)
     mask = valid[:, None, None, :].expand(-1, num_kv_heads, rows.shape[2], -1)
     out = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
