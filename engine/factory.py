@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from turnkeep.cache.storage import CacheStorage
 
 from turnkeep.cache.cache_manager import CacheManager
+from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructions, num_usable_cores
 from turnkeep.engine.loop import EngineLoop
@@ -90,7 +90,7 @@ def assemble(
         vocab_size=model_config.vocab_size,
     )
     scheduler = Scheduler(cache, limits)
-    loop = EngineLoop(scheduler, ModelRunner(model, storage.tensors, config.page_size), outbox)
+    loop = EngineLoop(scheduler, ModelRunner(model, storage, config.page_size), outbox)
     notices = list(sizes.notices)
     if not config.prefix_caching:
         notices.append("prefix caching is off: every turn is computed anew")

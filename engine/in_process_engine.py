@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_PERIOD_S = 1.0
+
 LoopBuilder = Callable[[EngineConfig, Callable[[FromEngine], None]], "tuple[EngineLoop, Ready]"]
 
 
@@ -95,10 +97,10 @@ class InProcessEngine(LocalHandle):
         self._put(ready)
         while not loop.is_shut_down:
             try:
-                while True:
-                    loop.receive(self._inbox.get(block=not (loop.has_work or loop.is_shut_down)))
+                timeout_s = 0.0 if loop.has_work else HEARTBEAT_PERIOD_S
+                loop.receive(self._inbox.get(block=timeout_s > 0, timeout=timeout_s))
             except queue.Empty:
-                loop.step()
+                loop.step()  # an idle step only reports
 
     def _put(self, event: FromEngine) -> None:
         """Called in the engine's thread."""

@@ -65,18 +65,25 @@ class ProcessEngine(LocalHandle):
         process = self._process
         if process is None:
             return
-        if not self._is_closing and self._transport is not None:
-            self._is_closing = True
-            self._transport.write(encode_frame(Shutdown()))
-            try:
-                async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-                    await self._ended.wait()
-            except TimeoutError:
-                log.warning("the engine did not leave within %.0f s, ending its process", SHUTDOWN_TIMEOUT_S)
+        self._is_closing = True
+        if self._is_alive:
+            await self._shut_down()
+        elif process.poll() is None:
+            process.terminate()  # it is still loading, and would read a message only afterwards
+        if self._transport is not None:
             self._transport.close()
         await asyncio.to_thread(_end_process, process)
         self._process = None
         self._engine_ended("the engine was closed")
+
+    async def _shut_down(self) -> None:
+        """Let the engine finish its step and leave by itself."""
+        self._send(Shutdown())
+        try:
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                await self._ended.wait()
+        except TimeoutError:
+            log.warning("the engine did not leave within %.0f s, ending its process", SHUTDOWN_TIMEOUT_S)
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         environment = engine_environment(self._config.num_threads, os.environ)

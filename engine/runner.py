@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
+from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.batch_builder import BatchBuilder
 from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch
-from turnkeep.kernels.row_copy import copy_page_slots, copy_rows
 from turnkeep.kernels.sampling import GREEDY, InvalidLogitsError, SamplingBatch, SamplingRow, sample, top_logprobs
 from turnkeep.scheduler.request import SamplingParams
 from turnkeep.scheduler.step_plan import SampledToken, StepItem, StepOutput, StepPlan
@@ -29,39 +29,23 @@ class Model(Protocol):
 class ModelRunner:
     """One model with the pools it reads and writes."""
 
-    def __init__(self, model: Model, tensors: CacheTensors, page_size: int) -> None:
+    def __init__(self, model: Model, storage: CacheStorage, page_size: int) -> None:
         self._model = model
-        self._tensors = tensors
-        self._state_pools = [pool for pools in tensors.states.values() for pool in pools]
-        self._builder = BatchBuilder(page_size, has_state=bool(self._state_pools), has_pages=bool(tensors.kv))
+        self._storage = storage
+        tensors = storage.tensors
+        self._builder = BatchBuilder(page_size, has_state=bool(tensors.states), has_pages=bool(tensors.kv))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Raises whatever the model raises; the step has failed then, and no item has been computed."""
         started_s = time.perf_counter()
-        self._copy(plan)
+        self._storage.apply_copies(plan.page_copies, plan.row_copies)
         batch = self._builder.build(plan.items)
-        logits = self._model(batch, self._tensors)
+        logits = self._model(batch, self._storage.tensors)
         wanted = [item for item in plan.items if item.sampling is not None]
         errors: dict[str, str] = {}
         tokens = self._sample(wanted, logits, errors) if wanted else {}
         return StepOutput(tokens=tokens, duration_s=time.perf_counter() - started_s, errors=errors)
-
-    def _copy(self, plan: StepPlan) -> None:
-        if plan.page_copies:
-            copies = plan.page_copies
-            copy_page_slots(
-                self._tensors.kv,
-                [copy.source for copy in copies],
-                [copy.target for copy in copies],
-                [copy.num_tokens for copy in copies],
-            )
-        if plan.row_copies:
-            copy_rows(
-                self._state_pools,
-                [copy.source for copy in plan.row_copies],
-                [copy.target for copy in plan.row_copies],
-            )
 
     def _sample(
         self, items: Sequence[StepItem], logits: torch.Tensor, errors: dict[str, str]

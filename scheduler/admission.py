@@ -27,9 +27,7 @@ class Admission:
         self._cache = cache
         self._config = config
         self._waiting = waiting
-        pools = cache.stats()
-        self._num_usable_pages = pools.num_pages
-        self._num_usable_rows = pools.num_rows
+        self._num_usable_pages = cache.stats().num_pages
         self.num_bypasses = 0
         self.num_prefix_waits = 0
 
@@ -49,8 +47,6 @@ class Admission:
         num_pages = self._cache.pages_for(request.max_computed_tokens)
         if num_pages > self._num_usable_pages:
             return f"pages: the request needs {num_pages} for {total} tokens, the pool has {self._num_usable_pages}"
-        if self._cache.has_state and self._num_usable_rows < 1:
-            return f"state rows: the request needs 1, the pool has {self._num_usable_rows}"
         return self._unknown_token(request)
 
     def _unknown_token(self, request: Request) -> str | None:

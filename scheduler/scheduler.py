@@ -22,6 +22,7 @@ from turnkeep.scheduler.step_planner import StepPlanner
 from turnkeep.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
+    from turnkeep.cache.boundary import Boundary
     from turnkeep.cache.cache_manager import CacheManager
     from turnkeep.cache.retention import TurnHandle
     from turnkeep.cache.statistics import CacheStats
@@ -29,6 +30,15 @@ if TYPE_CHECKING:
 
 class DuplicateRequestError(ValueError):
     """A request of this id is still open. No event tells of it: events of that id belong to the open one."""
+
+
+def _usable_boundaries(request: Request) -> tuple[Boundary, ...]:
+    """Those inside the prompt, ascending, one a position."""
+    found: dict[int, Boundary] = {}
+    for boundary in request.boundaries:
+        if 0 < boundary.position <= request.num_prompt_tokens:
+            found.setdefault(boundary.position, boundary)
+    return tuple(found[position] for position in sorted(found))
 
 
 class Scheduler:
@@ -59,19 +69,15 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never run ends at once with Finished(refused).
 
-        Boundaries outside the prompt are ignored. Raises DuplicateRequestError.
+        Boundaries outside the prompt are ignored, and all but the first at one position. Raises
+        DuplicateRequestError.
         """
         if request.request_id in self._requests:
             raise DuplicateRequestError(f"a request with the id {request.request_id!r} is still open")
         self._turn_handles.pop(request.request_id, None)
         request.arrival_s = self._clock()
         request.arrival_number = self._stats.num_submitted
-        request.boundaries = tuple(
-            sorted(
-                (b for b in request.boundaries if 0 < b.position <= request.num_prompt_tokens),
-                key=lambda boundary: boundary.position,
-            )
-        )
+        request.boundaries = _usable_boundaries(request)
         self._stats.num_submitted += 1
         self._requests[request.request_id] = request
         reason = self._admission.reason_to_refuse(request)

@@ -40,13 +40,6 @@ def test_what_can_never_run_ends_at_once_with_the_resource_and_the_numbers(
     bench.cache.check()
 
 
-def test_a_pool_without_state_rows_refuses_with_the_numbers() -> None:
-    bench = make_bench(num_state_rows=1)
-    bench.scheduler.submit(make_request("r"))
-    bench.run(max_steps=0)
-    assert bench.finished()["r"].message == "state rows: the request needs 1, the pool has 0"
-
-
 def test_a_request_that_fills_the_whole_pool_runs() -> None:
     bench = make_bench(num_pages=11, page_size=4, num_state_rows=2)
     request = make_request("r", 30, 11)  # 40 computed tokens: 10 pages

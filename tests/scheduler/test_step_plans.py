@@ -86,6 +86,12 @@ def test_boundaries_outside_the_prompt_are_ignored() -> None:
     assert [position for position, _ in planned(bench).items[0].exports] == [8]
 
 
+def test_two_boundaries_at_one_position_are_one_export() -> None:
+    bench = make_bench()
+    bench.scheduler.submit(make_request("a", 8, boundaries=[(5, "turn_start"), (5, "trunk")]))
+    assert [position for position, _ in planned(bench).items[0].exports] == [5]
+
+
 def test_models_without_recurrent_layers_export_nothing_and_have_no_rows() -> None:
     bench = make_bench(has_state=False, num_state_rows=1)
     bench.scheduler.submit(make_request("a", 20, boundaries=[(6, "trunk")]))

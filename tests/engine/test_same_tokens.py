@@ -1,0 +1,130 @@
+"""Scheduling never changes tokens: cached or not, chunked or whole, alone or not, suspended or not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_builders import VOCAB_SIZE, LoopBench, make_loop, submit
+
+from turnkeep.engine.messages import EndTurn, Submit
+from turnkeep.models.tiny import TinyKind
+
+KINDS: tuple[TinyKind, ...] = ("hybrid", "attention_only", "attention_free")
+NUM_PROMPTS = 6
+SAMPLINGS = ({}, {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "seed": 11, "presence_penalty": 0.3})
+
+
+def prompts(count: int = NUM_PROMPTS) -> list[list[int]]:
+    chance = random.Random(5)
+    return [[chance.randrange(3, VOCAB_SIZE) for _ in range(23 + 14 * index)] for index in range(count)]
+
+
+def messages(sampling: dict[str, float], count: int = NUM_PROMPTS) -> list[Submit]:
+    return [
+        submit(
+            f"r{index}",
+            prompt,
+            12,
+            boundaries=[(9, "trunk"), (len(prompt) - 2, "turn_start")],
+            conversation_id=f"c{index}",
+            **sampling,
+        )
+        for index, prompt in enumerate(prompts(count))
+    ]
+
+
+def run_each(bench: LoopBench, requests: list[Submit]) -> list[list[int]]:
+    """One after another."""
+    for message in requests:
+        bench.loop.receive(message)
+        bench.run()
+    return [bench.tokens(message.request_id) for message in requests]
+
+
+def run_together(bench: LoopBench, requests: list[Submit]) -> list[list[int]]:
+    for message in requests:
+        bench.loop.receive(message)
+    bench.run()
+    return [bench.tokens(message.request_id) for message in requests]
+
+
+@pytest.fixture(scope="module", params=[(kind, index) for kind in KINDS for index in range(len(SAMPLINGS))], ids=str)
+def case(request: pytest.FixtureRequest) -> tuple[TinyKind, dict[str, float], list[list[int]]]:
+    """A model, a way of sampling, and what it gives alone, cold and unchunked."""
+    kind, index = request.param
+    expected = run_each(make_loop(kind, prefix_caching=False), messages(SAMPLINGS[index]))
+    assert all(len(output) == 12 for output in expected)
+    return kind, SAMPLINGS[index], expected
+
+
+Case = tuple[TinyKind, dict[str, float], list[list[int]]]
+
+
+@pytest.mark.parametrize("max_step_tokens", [7, 64])
+def test_chunk_sizes_give_the_same_tokens(case: Case, max_step_tokens: int) -> None:
+    kind, sampling, expected = case
+    bench = make_loop(kind, prefix_caching=False, max_step_tokens=max_step_tokens)
+    assert run_each(bench, messages(sampling)) == expected
+
+
+def test_a_batch_of_odd_lengths_gives_the_same_tokens(case: Case) -> None:
+    kind, sampling, expected = case
+    assert run_together(make_loop(kind, max_step_tokens=50), messages(sampling)) == expected
+
+
+def test_cache_hits_give_the_same_tokens(case: Case) -> None:
+    kind, sampling, expected = case
+    bench = make_loop(kind)
+    assert run_each(bench, messages(sampling)) == expected
+    again = [
+        submit(f"again{index}", message.prompt_ids, 12, **sampling) for index, message in enumerate(messages(sampling))
+    ]
+    assert run_each(bench, again) == expected
+    for message in again:
+        finished = bench.finished(message.request_id)
+        assert finished.num_cached_tokens >= len(message.prompt_ids) - 2
+
+
+def test_suspension_gives_the_same_tokens(case: Case) -> None:
+    kind, sampling, expected = case
+    if kind == "attention_free":
+        pytest.skip("without attention there are no pages that could be short: nothing is ever suspended")
+    bench = make_loop(kind, num_pages=35, max_model_len=250, max_step_tokens=50)
+    assert run_together(bench, messages(sampling)) == expected
+    assert bench.stats().counters["num_suspensions"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_turn_computes_its_new_tokens_only_and_gives_what_a_cold_run_gives(kind: TinyKind) -> None:
+    bench = make_loop(kind)
+    cold = make_loop(kind, prefix_caching=False)
+    history = prompts(1)[0]
+    for turn in range(6):
+        name = f"turn{turn}"
+        message = submit(name, history, 9, boundaries=[(9, "trunk"), (len(history), "turn_start")], conversation_id="c")
+        for engine in (bench, cold):
+            engine.loop.receive(message)
+            engine.run()
+        assert bench.tokens(name) == cold.tokens(name)
+        if turn:
+            # The last sampled token was never fed to the model; it and the four new ones are computed.
+            assert bench.finished(name).num_cached_tokens == len(history) - 5
+        history = [*history, *bench.tokens(name), 3 + turn, 4, 5, 6]
+        bench.loop.receive(EndTurn(name, len(history) - 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_are_the_models_own_and_do_not_change_the_choice(kind: TinyKind) -> None:
+    bench = make_loop(kind)
+    plain, with_logprobs = (
+        submit("plain", prompts(1)[0], 6),
+        submit("with", prompts(1)[0], 6, num_logprobs=3),
+    )
+    assert run_each(bench, [plain, with_logprobs])[0] == bench.tokens("with")
+    for event in bench.events:
+        if getattr(event, "request_id", None) == "with" and hasattr(event, "logprobs"):
+            assert event.logprobs is not None
+            (entry,) = event.logprobs
+            assert len(entry.top) == 3
+            assert entry.top[0] == (event.token_ids[0], pytest.approx(entry.logprob))  # greedy: the likeliest

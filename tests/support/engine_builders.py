@@ -1,0 +1,94 @@
+"""Engine loops around tiny models with random weights, and a way to run requests through them to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from turnkeep.cache.boundary import Boundary, BoundaryKind
+from turnkeep.engine.config import EngineConfig
+from turnkeep.engine.factory import assemble, resolve_sizes
+from turnkeep.engine.loop import EngineLoop
+from turnkeep.engine.messages import Finished, FromEngine, Ready, Stats, Submit, Tokens
+from turnkeep.models.config import ModelConfig
+from turnkeep.models.tiny import TinyKind, tiny_config
+from turnkeep.models.weights import random_model
+from turnkeep.scheduler.request import SamplingParams
+
+VOCAB_SIZE = 97
+_MODELS: dict[TinyKind, torch.nn.Module] = {}
+
+
+def tiny_model(kind: TinyKind) -> torch.nn.Module:
+    """The same weights for every test of a kind."""
+    if kind not in _MODELS:
+        _MODELS[kind] = random_model(ModelConfig.from_dict(tiny_config(kind)), seed=1)
+    return _MODELS[kind]
+
+
+def engine_config(**settings: int | bool | str | None) -> EngineConfig:
+    defaults = {"model": "tiny", "dtype": "float32", "page_size": 8, "num_pages": 200, "num_state_rows": 60}
+    return EngineConfig(**(defaults | settings))  # type: ignore[arg-type]
+
+
+def build_tiny(kind: TinyKind, config: EngineConfig, outbox: Callable[[FromEngine], None]) -> tuple[EngineLoop, Ready]:
+    """An engine loop over the tiny model of a kind."""
+    model_config = ModelConfig.from_dict(tiny_config(kind))
+    sizes = resolve_sizes(config, model_config, "float32")
+    return assemble(tiny_model(kind), model_config, config, sizes, "float32", outbox, model_name="tiny")
+
+
+@dataclass
+class LoopBench:
+    """A loop and what it said."""
+
+    loop: EngineLoop
+    events: list[FromEngine] = field(default_factory=list)
+
+    def run(self, max_steps: int = 5000) -> None:
+        for _ in range(max_steps):
+            if not self.loop.has_work:
+                return
+            self.loop.step()
+        raise AssertionError(f"work is left after {max_steps} steps")
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [
+            token
+            for event in self.events
+            if isinstance(event, Tokens) and event.request_id == request_id
+            for token in event.token_ids
+        ]
+
+    def finished(self, request_id: str) -> Finished:
+        (event,) = [event for event in self.events if isinstance(event, Finished) and event.request_id == request_id]
+        return event
+
+    def stats(self) -> Stats:
+        return self.loop.stats()
+
+
+def make_loop(kind: TinyKind, **settings: int | bool | str | None) -> LoopBench:
+    events: list[FromEngine] = []
+    loop, _ = build_tiny(kind, engine_config(**settings), events.append)
+    return LoopBench(loop, events)
+
+
+def submit(
+    request_id: str,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int = 8,
+    *,
+    boundaries: Sequence[tuple[int, BoundaryKind]] = (),
+    conversation_id: str | None = None,
+    **sampling: object,
+) -> Submit:
+    return Submit(
+        request_id=request_id,
+        prompt_ids=list(prompt_ids),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling),  # type: ignore[arg-type]
+        boundaries=tuple(Boundary(position, kind) for position, kind in boundaries),
+        conversation_id=conversation_id,
+    )
