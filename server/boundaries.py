@@ -1,12 +1,13 @@
 """Stable positions of a conversation, found for any chat template by rendering what might come next.
 
-A boundary is as far as every probable continuation repeats the prompt, backed off to just behind a delimiter token: text
-before a delimiter tokenizes the same whatever follows. Long conversations are probed through a short stand-in that
-ends alike, which is checked against the real text and, now and then, against a full rendering.
+A boundary is as far as every probable continuation repeats the prompt, backed off to just behind a delimiter token:
+text before a delimiter tokenizes the same whatever follows. Long conversations are probed through a short stand-in
+that ends alike, which is checked against the real text and, now and then, against a full rendering.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class BoundaryFinder:
         self._trunks: OrderedDict[bytes, str] = OrderedDict()
         self._starts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self.counters = BoundaryCounters()
+        self._lock = threading.Lock()  # the tables above are used by worker threads
 
     @property
     def num_failures(self) -> int:
@@ -98,8 +100,9 @@ class BoundaryFinder:
                 self.counters.num_failures += 1
                 return ()
             setting = prompt.setting
-            trunk = self._trunk(prompt, setting)
-            start = self._turn_start(prompt, setting)
+            with self._lock:
+                trunk = self._trunk(prompt, setting)
+                start = self._turn_start(prompt, setting)
         except TemplateError:
             self.counters.num_failures += 1
             return ()
@@ -130,7 +133,8 @@ class BoundaryFinder:
             guard = prompt.guarded.guard
             guarded = self._encoder.guard(answer, None, mark=guard, avoid=prompt.text)
             setting = prompt.setting
-            text = self._next_prompt_text(prompt, guarded.messages[0], setting)
+            with self._lock:
+                text = self._next_prompt_text(prompt, guarded.messages[0], setting)
         except TemplateError:
             self.counters.num_failures += 1
             return 0
@@ -305,10 +309,8 @@ class BoundaryFinder:
 
     def _cut(self, text: str) -> str:
         """The text up to its last delimiter, if one stands near its end."""
-        last = None
-        for last in self._tokenizer.delimiter_pattern.finditer(text, max(0, len(text) - NEAR_CHARS)):
-            pass
-        return text[: last.end()] if last is not None else text
+        ends = [m.end() for m in self._tokenizer.delimiter_pattern.finditer(text, max(0, len(text) - NEAR_CHARS))]
+        return text[: ends[-1]] if ends else text
 
     def _position(self, prompt: EncodedPrompt, num_chars: int) -> int:
         """Token position of a stable text length: behind the last delimiter within it, or a little before its end

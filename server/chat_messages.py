@@ -21,9 +21,7 @@ ROLES = {
     "function": "tool",
 }
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-RESERVED_KWARGS = frozenset(
-    {"messages", "tools", "chat_template", "add_generation_prompt", "documents", "conversation"}
-)
+RESERVED_KWARGS = frozenset({"messages", "tools", "chat_template", "add_generation_prompt", "documents"})
 MAX_DEPTH = 64
 
 Message = dict[str, Any]
@@ -171,7 +169,7 @@ def _string(value: object, path: str) -> str:
 def normalize_tools(tools: object) -> list[dict[str, Any]] | None:
     """Tools as templates want them: {"type": "function", "function": {name, description?, parameters}}.
 
-    None for none. A tool without parameters takes none. Raises MessageError; an empty list is one (as in other servers).
+    None for none. A tool without parameters takes none. Raises MessageError, for an empty list too.
     """
     if tools is None:
         return None

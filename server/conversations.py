@@ -18,6 +18,7 @@ MAX_ID_BYTES = 256
 MAX_TURNS = 64  # turns kept per conversation, for the report
 MAX_BRANCHES = 8  # prompts kept per conversation to compare the next one with
 COMPARED_BLOCK_TOKENS = 1024
+OPENS_PER_TRIM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,9 @@ class ConversationTag:
 NO_TAG = ConversationTag(None, "none")
 
 
-def is_valid_id(value: object) -> bool:
-    """Whether a value can be a conversation id: printable text of 1 to 256 bytes that is no path."""
-    if not isinstance(value, str) or not value or not value.isprintable():
+def is_valid_id(value: str) -> bool:
+    """Whether a text can be a conversation id: printable, 1 to 256 bytes, no path."""
+    if not value or not value.isprintable():
         return False
     if "/" in value or "\\" in value or value in (".", ".."):
         return False
@@ -53,7 +54,11 @@ def resolve_conversation(
     Header names in any case, with "-" or "_". extra_headers: names that count last, where an operator wants them.
     """
     names = {name.lower().replace("_", "-"): value for name, value in headers.items()}
-    signals = [(source, value) for source, value in _signals(names, body, extra_headers) if is_valid_id(value)]
+    signals = [
+        (source, value)
+        for source, value in _signals(names, body, extra_headers)
+        if isinstance(value, str) and is_valid_id(value)
+    ]
     if not signals:
         return NO_TAG
     source, chosen = signals[0]
@@ -275,6 +280,7 @@ class ConversationTable:
         self._max_conversations = max_conversations
         self._ttl_s = ttl_s
         self._max_held_tokens = max_held_tokens
+        self._num_opens = 0
         self._table: OrderedDict[tuple[str, str], Conversation] = OrderedDict()
         self.counters: Counter[str] = Counter()
 
@@ -292,6 +298,9 @@ class ConversationTable:
             self.counters["opened"] += 1
         conversation.last_used_s = now
         self._table[key] = conversation
+        self._num_opens += 1
+        if self._num_opens % OPENS_PER_TRIM == 0:
+            self._trim()
         while len(self._table) > self._max_conversations:
             self._table.popitem(last=False)
             self.counters["evicted"] += 1
@@ -313,8 +322,8 @@ class ConversationTable:
         self.counters[f"source:{tag.source}"] += 1
         self.counters["conflicts"] += bool(tag.conflicting)
 
-    def trim(self) -> None:
-        """Free token ids of the least recently used conversations beyond the bound; call now and then."""
+    def _trim(self) -> None:
+        """Free token ids of the least recently used conversations beyond the bound."""
         num_held = sum(conversation.num_held_tokens for conversation in self._table.values())
         for conversation in self._table.values():
             if num_held <= self._max_held_tokens:

@@ -28,7 +28,7 @@ COMPARED_BLOCK_CHARS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """Messages and tools in which spelled control tokens are broken by the character `guard` (None: there were none)."""
+    """Messages and tools in which spelled control tokens are broken by the character `guard` (None: none were)."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
@@ -45,6 +45,9 @@ class RenderSetting:
     now: float | None = None
     relaxed: bool = False
     add_generation_prompt: bool = True
+
+
+DEFAULT_SETTING = RenderSetting()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,7 @@ class PromptEncoder:
         return replace_lone_surrogates(text)
 
     def encode_text(
-        self, text: str, guarded: Guarded, setting: RenderSetting, memory_key: str | None = None
+        self, text: str, guarded: Guarded, setting: RenderSetting = DEFAULT_SETTING, memory_key: str | None = None
     ) -> EncodedPrompt:
         """Tokens and cuts of a rendered text, reusing the remembered prompt that shares most of it."""
         with self._lock:
