@@ -1,0 +1,282 @@
+"""Random operations in tiny pools: conservation, contents and matches are checked after every one of them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from cache_driver import MODEL_KINDS, CacheDriver, ModelKind, Run
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from turnkeep.cache.boundary import BoundaryKind
+from turnkeep.cache.cache_manager import PrefixMatch, TurnHandle
+
+# TURNKEEP_CACHE_EXAMPLES=1000 gives each model kind about 60,000 operations.
+NUM_EXAMPLES = int(os.environ.get("TURNKEEP_CACHE_EXAMPLES", "60"))
+NUM_OPERATIONS = 60
+
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+conversations = st.sampled_from([None, "a", "b"])
+roots = st.sampled_from(["", "tenant"])
+kinds: st.SearchStrategy[BoundaryKind] = st.sampled_from(["trunk", "turn_start", "turn_start", "declared"])
+index = st.integers(0, 1000)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The life of many sequences, in every order that the contract allows."""
+
+    kind: ModelKind = "hybrid"
+
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        num_rows=st.integers(1, 8),
+        num_pages=st.integers(8, 40),
+        prefix_caching=st.sampled_from([True, True, True, True, False]),
+        max_branches=st.integers(1, 3),
+    )
+    def make_cache(
+        self, page_size: int, num_rows: int, num_pages: int, prefix_caching: bool, max_branches: int
+    ) -> None:
+        # A page size of 16 needs fewer pages for as much pressure.
+        self.driver = CacheDriver(
+            self.kind,
+            page_size=page_size,
+            num_pages=max(num_pages * 4 // page_size, 3) if page_size > 1 else num_pages * 2,
+            num_rows=num_rows,
+            prefix_caching=prefix_caching,
+            max_branches=max_branches,
+        )
+        self.runs: list[Run] = []
+        self.matches: list[PrefixMatch] = []
+        self.handles: list[tuple[TurnHandle, int]] = []
+        self.histories: list[list[int]] = [[0, 1, 2, 0, 1]]
+
+    # Starting
+
+    def prompt(self, which: int, keep: int, suffix: list[int]) -> list[int]:
+        """A part of something that ran before, and then something new."""
+        history = self.histories[which % len(self.histories)]
+        return [*history[: keep % (len(history) + 1)], *suffix]
+
+    @rule(which=index, keep=index, suffix=tokens, root=roots)
+    def find(self, which: int, keep: int, suffix: list[int], root: str) -> None:
+        prompt = self.prompt(which, keep, suffix)
+        before = self.picture()
+        match = self.driver.match(prompt, root)
+        assert self.picture() == before
+        assert (match.num_tokens, match.num_matched_tokens) == self.driver.expect_match(prompt, root)
+        assert match.num_tokens <= match.num_matched_tokens < len(prompt)
+        self.matches = [*self.matches[-3:], match]
+
+    @precondition(lambda self: self.matches)
+    @rule(which=index, conversation=conversations)
+    def open_earlier_match(self, which: int, conversation: str | None) -> None:
+        self.open(self.matches[which % len(self.matches)], conversation)
+
+    @rule(which=index, keep=index, suffix=tokens, root=roots, conversation=conversations)
+    def open_prompt(self, which: int, keep: int, suffix: list[int], root: str, conversation: str | None) -> None:
+        self.open(self.driver.match(self.prompt(which, keep, suffix), root), conversation)
+
+    @rule(which=index, conversation=conversations)
+    def resume_whole_history(self, which: int, conversation: str | None) -> None:
+        history = self.histories[which % len(self.histories)]
+        self.open(self.driver.match([*history, 1]), conversation)
+
+    def open(self, match: PrefixMatch, conversation: str | None) -> None:
+        cache = self.driver.cache
+        before = self.picture()
+        capacity = len(match.token_ids)
+        fits = cache.can_provide(cache.num_new_pages(match, capacity), 1, match)
+        assert self.picture() == before
+        run = self.driver.open_match(match, conversation)
+        if run is None:
+            assert not fits
+            assert self.picture() == before
+            return
+        if match.is_current or run.num_reused:
+            assert run.num_reused >= 0
+        if fits:
+            assert cache.grow(run.seq, capacity), "can_provide promised the pages"
+        self.runs.append(run)
+
+    @rule(prompt=tokens)
+    def alone_everything_that_fits_is_admitted(self, prompt: list[int]) -> None:
+        """With nothing open, a cold match of whatever fits in the pools can be opened and grown."""
+        cache = self.driver.cache
+        if self.runs or cache.pages_for(len(prompt)) > cache.stats().num_pages:
+            return
+        run = self.driver.open_match(cache.cold_match("", prompt))
+        assert run is not None
+        assert cache.grow(run.seq, len(prompt))
+        self.runs.append(run)
+
+    # Working
+
+    @precondition(lambda self: self.runs)
+    @rule(
+        which=index,
+        num_tokens=st.integers(1, 12),
+        exports=st.lists(st.tuples(st.integers(1, 12), kinds), max_size=3),
+        new_tokens=tokens,
+        publishes=st.booleans(),
+    )
+    def step(
+        self,
+        which: int,
+        num_tokens: int,
+        exports: list[tuple[int, BoundaryKind]],
+        new_tokens: list[int],
+        publishes: bool,
+    ) -> None:
+        run = self.runs[which % len(self.runs)]
+        if not run.num_left:
+            run.token_ids += new_tokens  # generated in the meantime
+        num_tokens = min(num_tokens, run.num_left)
+        start = run.seq.num_computed_tokens
+        wanted = [(start + offset, kind) for offset, kind in exports if offset <= num_tokens]
+        if not self.grow(run, start + num_tokens):
+            return
+        assert self.driver.step(run, num_tokens, wanted)
+        if publishes:
+            self.driver.publish(run)
+
+    @precondition(lambda self: self.runs)
+    @rule(which=index, num_tokens=st.integers(1, 30))
+    def grow_far(self, which: int, num_tokens: int) -> None:
+        run = self.runs[which % len(self.runs)]
+        self.grow(run, run.seq.num_computed_tokens + num_tokens)
+
+    def grow(self, run: Run, capacity: int) -> bool:
+        cache = self.driver.cache
+        before = self.picture()
+        has_grown = cache.grow(run.seq, capacity)
+        if not has_grown:
+            assert self.picture() == before
+            is_alone = len(self.runs) == 1 and run.seq not in cache._copies
+            assert not (is_alone and cache.pages_for(capacity) <= cache.stats().num_pages), "alone, all pages are its own"
+        return has_grown
+
+    @precondition(lambda self: self.runs)
+    @rule(which=index, offset=st.integers(1, 8), kind=kinds)
+    def reserve_without_a_step(self, which: int, offset: int, kind: BoundaryKind) -> None:
+        run = self.runs[which % len(self.runs)]
+        position = run.seq.num_computed_tokens + offset
+        if position <= len(run.token_ids):
+            self.driver.reserve(run, position, kind)
+
+    @precondition(lambda self: self.runs)
+    @rule(which=index)
+    def commit(self, which: int) -> None:
+        run = self.runs[which % len(self.runs)]
+        self.driver.cache.commit(run.seq, run.token_ids)
+
+    @precondition(lambda self: self.runs)
+    @rule(which=index)
+    def publish(self, which: int) -> None:
+        self.driver.publish(self.runs[which % len(self.runs)])
+
+    @rule()
+    def drain(self) -> None:
+        self.driver.run_copies()
+
+    # Ending
+
+    def take(self, which: int) -> Run:
+        run = self.runs.pop(which % len(self.runs))
+        computed = run.token_ids[: run.seq.num_computed_tokens]
+        if computed and run.cache_root == "":
+            self.histories = [*self.histories[-7:], computed]
+        return run
+
+    @precondition(lambda self: self.runs)
+    @rule(which=index, keeps=st.sampled_from([True, True, True, False]))
+    def finish(self, which: int, keeps: bool) -> None:
+        run = self.take(which)
+        position = run.seq.num_computed_tokens
+        handle = self.driver.cache.finish(run.seq, run.token_ids, keep_turn_end=keeps)
+        if handle is not None:
+            self.handles.append((handle, position))
+
+    @precondition(lambda self: self.handles)
+    @rule(which=index, change=st.integers(-3, 3))
+    def end_turn(self, which: int, change: int) -> None:
+        """Late, early, again, with any opinion on what is stable."""
+        handle, position = self.handles[which % len(self.handles)]
+        self.driver.cache.end_turn(handle, position + change)
+
+    @precondition(lambda self: self.runs)
+    @rule(which=index)
+    def suspend(self, which: int) -> None:
+        run = self.take(which)
+        self.driver.cache.suspend(run.seq, run.token_ids)
+
+    @precondition(lambda self: self.runs)
+    @rule(which=index, again=st.booleans())
+    def abort(self, which: int, again: bool) -> None:
+        run = self.take(which)
+        self.driver.cache.close(run.seq)
+        if again:
+            self.driver.cache.close(run.seq)
+
+    @rule(root=roots, conversation=st.sampled_from(["a", "b", "unknown"]))
+    def close_conversation(self, root: str, conversation: str) -> None:
+        self.driver.cache.close_conversation(root, conversation)
+
+    @rule(often=st.integers(0, 7))
+    def clear(self, often: int) -> None:
+        if often == 0:
+            self.driver.cache.clear()
+            if not self.runs:
+                self.driver.assert_empty()
+
+    # Always
+
+    def picture(self) -> object:
+        """What a call that fails must leave alone."""
+        stats = self.driver.cache.stats()
+        return (
+            stats.num_free_pages,
+            stats.num_free_rows,
+            stats.num_evictable_pages,
+            stats.num_evictable_rows,
+            stats.num_tree_pages,
+            stats.num_snapshots,
+            stats.counters.evicted_snapshots,
+            stats.counters.num_evicted_pages,
+            stats.num_branches,
+        )
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.driver.check()
+        for run in self.runs:
+            if run.seq not in self.driver.cache._copies:
+                self.driver.verify(run)
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            for run in self.runs:
+                self.driver.cache.close(run.seq)
+            self.driver.run_copies()
+            self.driver.check()
+            self.driver.assert_empty()
+
+
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_any_order_of_operations_keeps_contents_and_counts(kind: ModelKind) -> None:
+    machine = type("Machine", (CacheMachine,), {"kind": kind})
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=settings(
+            max_examples=NUM_EXAMPLES,
+            stateful_step_count=NUM_OPERATIONS,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+        ),
+    )
