@@ -124,5 +124,5 @@ def _rotary_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         }
     frequencies = rotary_frequencies(head_dim, rope.theta, scaling)
     if rope.divisors is not None:
-        frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32)
+        frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32, device=frequencies.device)
     return frequencies

@@ -60,6 +60,12 @@ class GGUFSource:
             raise ModelFilesError(f"{self.path}: metadata {architecture}.{key} is missing")
         return value
 
+    def _integer(self, key: str) -> int:
+        value = self._value(key)
+        if not isinstance(value, int):
+            raise ModelFilesError(f"{self.path}: {key} must be one integer for all blocks, not {value!r}")
+        return value
+
     def config_dict(self) -> dict[str, Any]:
         metadata = self.header.metadata
         architecture = metadata.get("general.architecture")
@@ -67,7 +73,8 @@ class GGUFSource:
             raise ModelFilesError(f"{self.path}: architecture {architecture!r} is not supported (supported: llama)")
         if "llama.expert_count" in metadata:
             raise ModelFilesError(f"{self.path}: a mixture of experts is not supported")
-        num_heads, hidden_size = self._value("attention.head_count"), self._value("embedding_length")
+        num_heads, num_kv_heads = self._head_counts()
+        hidden_size = self._integer("embedding_length")
         head_dim = metadata.get("llama.attention.key_length", hidden_size // num_heads)
         tensors = self.header.tensors
         return {
@@ -76,7 +83,7 @@ class GGUFSource:
             "intermediate_size": self._value("feed_forward_length"),
             "num_hidden_layers": self._value("block_count"),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": metadata.get("llama.attention.head_count_kv", num_heads),
+            "num_key_value_heads": num_kv_heads,
             "head_dim": head_dim,
             "vocab_size": metadata.get("llama.vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
             "max_position_embeddings": self._value("context_length"),
@@ -89,6 +96,11 @@ class GGUFSource:
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": list(self.eos_token_ids),
         }
+
+    def _head_counts(self) -> tuple[int, int]:
+        num_heads = self._integer("attention.head_count")
+        has_groups = "llama.attention.head_count_kv" in self.header.metadata
+        return num_heads, self._integer("attention.head_count_kv") if has_groups else num_heads
 
     def _rope_parameters(self, head_dim: int) -> dict[str, Any]:
         metadata = self.header.metadata
@@ -126,10 +138,8 @@ class GGUFSource:
         llama.cpp rotates (2i, 2i + 1) where Hugging Face rotates (i, i + D/2), and permutes q and k rows to suit.
         """
         if ".attn_q." in name:
-            return int(self._value("attention.head_count"))
-        if ".attn_k." in name:
-            return int(self.header.metadata.get("llama.attention.head_count_kv", self._value("attention.head_count")))
-        return None
+            return self._head_counts()[0]
+        return self._head_counts()[1] if ".attn_k." in name else None
 
     def generation_config(self) -> dict[str, Any]:
         return {}

@@ -55,6 +55,8 @@ def _post_processor(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if not metadata.get("tokenizer.ggml.add_bos_token", False) or bos is None:
         return None
+    if bos >= len(tokens):
+        raise TokenizerMetadataError(f"the beginning token {bos} is none of the {len(tokens)} tokens")
     content = tokens[bos]
     start = {"SpecialToken": {"id": content, "type_id": 0}}
     single = [start, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -94,6 +96,8 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> str:
     if not tokens or not merges:
         raise TokenizerMetadataError("the metadata has no tokens or no merges")
     token_types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(token_types) != len(tokens):
+        raise TokenizerMetadataError(f"the metadata has {len(tokens)} tokens but {len(token_types)} token types")
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
     document = {
         "version": "1.0",

@@ -42,7 +42,7 @@ def load_model(
     """The model with its weights in `dtype` (a torch dtype or its name), ready to run on `device`.
 
     Raises ConfigError for a config that is not supported, ModelFilesError for damaged files, and WeightsError that
-    lists every missing, unexpected or misshapen tensor.
+    lists every missing, unexpected or misshapen tensor; ValueError for a dtype that models cannot have.
     """
     config = ModelConfig.from_dict(source.config_dict())
     checkpoint: Checkpoint = GGUFTensors(source) if isinstance(source, GGUFSource) else SafetensorsFolder(source.path)
@@ -61,9 +61,8 @@ def fill_decoder(
     names = weight_map(config)
     stored = {names.canonical(name): name for name in checkpoint.shapes()}
     _check_tensors(config, names, checkpoint, stored)
-    model_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device(device):
-        decoder = Decoder(config, model_dtype)
+        decoder = Decoder(config, _model_dtype(dtype)).to(device)
     decoder.draft_tensors = tuple(name for name in stored if name.startswith(names.kept_aside))
     parameters = dict(decoder.named_parameters())
     if parameters.keys() != names.sources.keys():
@@ -76,6 +75,13 @@ def fill_decoder(
         if progress is not None:
             progress("weights", done, total)
     return decoder.eval()
+
+
+def _model_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
+    return found
 
 
 def _assemble(source: ParameterSource, checkpoint: Checkpoint, stored: dict[str, str]) -> torch.Tensor:

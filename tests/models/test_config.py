@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from turnkeep.models import catalog
 from turnkeep.models.config import ConfigError, ModelConfig, RopeConfig
 from turnkeep.models.registry import MODEL_TYPES
 from turnkeep.models.tiny import tiny_config
@@ -121,6 +124,14 @@ def test_both_layouts_of_the_rotary_fields_are_read(fields: dict[str, Any], expe
 def test_a_bad_config_is_an_error_that_names_the_field(kind: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_dict(changed(kind, **changes))
+
+
+def test_the_config_of_the_bundled_model_is_read() -> None:
+    path = Path(catalog.__file__).parent / "demo" / "config.json"
+    config = ModelConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    assert {"mamba2", "attention", "mlp"} == set(config.layer_kinds)
+    assert config.mamba2 is not None
+    assert config.mamba2.dt_limit == (0.0, inf)
 
 
 def test_a_config_cannot_be_changed_after_it_was_read() -> None:

@@ -200,6 +200,8 @@ def test_a_beginning_token_is_added_only_where_the_metadata_asks_for_it() -> Non
         ({"model": "llama"}, "tokenizer model 'llama' is not supported"),
         ({"pre": "tekken"}, "pre-tokenizer 'tekken' is not known"),
         ({"merges": None}, "no tokens or no merges"),
+        ({"token_type": [1, 3]}, "10 tokens but 2 token types"),
+        ({"add_bos_token": True, "bos_token_id": 10}, "beginning token 10 is none of the 10 tokens"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_rebuilt_is_an_error(changes: dict[str, Any], message: str) -> None:
@@ -238,6 +240,16 @@ def test_every_cut_of_the_header_is_an_error_and_never_a_crash(tmp_path: Path) -
         path.write_bytes(data[: generator.randrange(start - 64)])
         with pytest.raises(GGUFError):
             read_gguf_header(path)
+
+
+def test_head_counts_that_differ_by_block_are_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "llama")
+    writer.add_head_count([2, 4])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelFilesError, match=r"head_count must be one integer for all blocks, not \[2, 4\]"):
+        find_model(str(tmp_path / "other.gguf")).config_dict()
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:

@@ -150,3 +150,10 @@ def test_random_models_depend_on_the_seed_alone() -> None:
     first, again, other = (random_model(config, seed) for seed in (4, 4, 5))
     assert_same_weights(first, again)
     assert not torch.equal(first.embedding, other.embedding)
+
+
+def test_a_dtype_that_models_cannot_have_is_refused() -> None:
+    config = ModelConfig.from_dict(tiny_config("hybrid"))
+    for dtype in ("int8", "nothing", torch.float64):
+        with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16"):
+            random_model(config, 1, dtype=dtype)
