@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import openai
 from aiohttp import web
 from scripted_engine import Director, Script, ScriptedEngine
 
@@ -61,6 +62,7 @@ class LiveServer:
     supervisor: EngineSupervisor
     metrics: ServerMetrics
     session: aiohttp.ClientSession
+    client: openai.AsyncOpenAI
     engines: list[ScriptedEngine] = field(default_factory=list)
 
     @property
@@ -108,7 +110,11 @@ class LiveServer:
 
 @asynccontextmanager
 async def live_server(
-    director: Director | Script, *, text_model: TextModel, engine_options: Mapping[str, Any] | None = None, **config: Any
+    director: Director | Script,
+    *,
+    text_model: TextModel,
+    engine_options: Mapping[str, Any] | None = None,
+    **config: Any,
 ) -> AsyncIterator[LiveServer]:
     """`config` are fields of ServerConfig."""
     engines: list[ScriptedEngine] = []
@@ -137,11 +143,14 @@ async def live_server(
     await site.start()
     port = runner.addresses[0][1]
     await supervisor.start()
+    url = f"http://127.0.0.1:{port}"
     session = aiohttp.ClientSession()
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     try:
-        yield LiveServer(f"http://127.0.0.1:{port}", port, service, supervisor, metrics, session, engines)
+        yield LiveServer(url, port, service, supervisor, metrics, session, client, engines)
     finally:
         await session.close()
+        await client.close()
         await supervisor.close()
         await service.close()
         await runner.cleanup()

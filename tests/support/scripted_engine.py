@@ -14,13 +14,13 @@ from turnkeep.engine.messages import (
     EndTurn,
     Finished,
     FromEngine,
-    Ready,
     ReadStats,
+    Ready,
     Stats,
     Stop,
     Submit,
-    TokenLogprobs,
     ToEngine,
+    TokenLogprobs,
     Tokens,
 )
 from turnkeep.scheduler.request import FinishReason
@@ -84,6 +84,9 @@ class ScriptedEngine(LocalHandle):
         self._end("the engine process ended unexpectedly")
 
     def stats(self) -> Stats:
+        return self._stats_now()
+
+    def _stats_now(self, *, requested: bool = False) -> Stats:
         return Stats(
             num_steps=len(self.submitted),
             num_running=len(self._playing),
@@ -92,6 +95,7 @@ class ScriptedEngine(LocalHandle):
             num_free_pages=64,
             num_free_rows=8,
             counters=dict(self.counters),
+            requested=requested,
         )
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -119,6 +123,7 @@ class ScriptedEngine(LocalHandle):
             self.closed_conversations.append(message.conversation_id)
         else:
             assert isinstance(message, ReadStats)
+            asyncio.get_running_loop().call_soon(self._deliver, [self._stats_now(requested=True)])
         self._notify()
 
     def _notify(self) -> None:

@@ -1,0 +1,111 @@
+"""From the token ids of one choice to its deltas: detokenize, stop strings, parse reasoning and tool calls.
+
+Works token by token, so that the result does not depend on how the engine's events were merged. No engine, no I/O.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import cast
+
+from turnkeep.engine.messages import TokenLogprobs
+from turnkeep.server.chat_answers import CollectedChoice
+from turnkeep.server.parsers import Delta, StopStrings
+from turnkeep.server.text_model import Prompt, TextModel
+from turnkeep.server.tokenizer import Detokenizer
+from turnkeep.server.turn_events import EndReason, TokenLogprob, ToolCallDelta, TurnDelta
+from turnkeep.server.turn_request import TurnRequest
+
+
+class AnswerText:
+    """The text of one choice. `output_ids` are all tokens of the engine, also those after a stop string."""
+
+    def __init__(
+        self, text_model: TextModel, request: TurnRequest, prompt: Prompt, stop_token_ids: Iterable[int], index: int
+    ) -> None:
+        self.output_ids: list[int] = []
+        self.num_output_tokens = 0  # without what came after a stop string: the usage
+        self.num_reasoning_tokens = 0
+        self.collected = CollectedChoice()
+        self._text_model = text_model
+        self._index = index
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._parallel_tool_calls = request.parallel_tool_calls
+        self._detokenizer = Detokenizer(text_model.tokenizer, text_model.hidden_ids)
+        self._stop_strings = StopStrings(request.stop_strings)
+        output_format = text_model.format if prompt.is_chat else text_model.plain_format
+        self._parser = output_format.new_parser(prompt.encoded.text, tool_names=request.tool_names)
+        self._has_too_many_calls = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """The answer is complete although the engine does not know it yet: it must be told to stop."""
+        return self._stop_strings.stopped or self._has_too_many_calls
+
+    def push(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> list[TurnDelta]:
+        """The deltas of some new tokens; usually one, none when nothing can be shown yet."""
+        deltas: list[TurnDelta] = []
+        for position, token_id in enumerate(token_ids):
+            self.output_ids.append(token_id)
+            if self.is_stopped:
+                continue
+            self.num_output_tokens += 1
+            is_end = token_id in self._stop_token_ids
+            text = "" if is_end else self._detokenizer.push((token_id,))
+            parsed = self._parser.push(self._stop_strings.push(text)) if text else []
+            if any(one.kind == "reasoning" for one in parsed):
+                self.num_reasoning_tokens += 1
+            delta = self._merge(deltas, parsed)
+            delta.token_ids.append(token_id)
+            if logprobs is not None and not is_end:
+                delta.logprobs.append(self._token_logprob(token_id, logprobs[position]))
+        return self._collect(deltas)
+
+    def finish(self, reason: str) -> list[TurnDelta]:
+        """The rest that was held back. `reason` is the engine's."""
+        if self.is_stopped:
+            reason = "stop"
+        deltas: list[TurnDelta] = []
+        rest = self._stop_strings.push(self._detokenizer.flush()) + self._stop_strings.flush()
+        self._merge(deltas, self._parser.push(rest) if rest else [])
+        self._merge(deltas, self._parser.finish(reason))
+        return self._collect(deltas)
+
+    @property
+    def end_reason(self) -> EndReason:
+        """As the client sees it; valid after finish()."""
+        return cast(EndReason, self._parser.finish_reason)
+
+    def _merge(self, deltas: list[TurnDelta], parsed: list[Delta]) -> TurnDelta:
+        """Add to the last delta where the order of the kinds allows it: reasoning, content, tool calls."""
+        if not deltas:
+            deltas.append(TurnDelta(self._index))
+        for one in parsed:
+            last = deltas[-1]
+            if one.kind == "reasoning":
+                if last.content or last.tool_calls:
+                    deltas.append(last := TurnDelta(self._index))
+                last.reasoning += one.text
+            elif one.kind == "content":
+                if last.tool_calls:
+                    deltas.append(last := TurnDelta(self._index))
+                last.content += one.text
+            elif one.index > 0 and not self._parallel_tool_calls:
+                self._has_too_many_calls = True
+            elif one.kind == "tool_call":
+                last.tool_calls.append(ToolCallDelta(one.index, id=f"call_{uuid.uuid4().hex[:24]}", name=one.text))
+            else:
+                last.tool_calls.append(ToolCallDelta(one.index, arguments=one.text))
+        return deltas[-1]
+
+    def _collect(self, deltas: list[TurnDelta]) -> list[TurnDelta]:
+        shown = [delta for delta in deltas if not delta.is_empty]
+        for delta in shown:
+            self.collected.add(delta)
+        return shown
+
+    def _token_logprob(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprob:
+        texts = self._text_model
+        top = tuple(texts.token_text(other, logprob) for other, logprob in logprobs.top)
+        return TokenLogprob(texts.token_text(token_id, logprobs.logprob), top)

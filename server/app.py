@@ -1,0 +1,103 @@
+"""The HTTP application: which address answers what. Chat is in chat_endpoint.py, refusals in http_guard.py."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from aiohttp import web
+
+import turnkeep
+from turnkeep.server import errors
+from turnkeep.server.cache_report import cache_report
+from turnkeep.server.chat_endpoint import ChatEndpoint
+from turnkeep.server.chat_service import ChatService
+from turnkeep.server.config import ServerConfig
+from turnkeep.server.conversations import cache_root
+from turnkeep.server.engine_supervisor import EngineSupervisor
+from turnkeep.server.http_guard import TENANT, Authenticator, add_common_headers, json_response, make_guard
+from turnkeep.server.metrics import CONTENT_TYPE, ServerMetrics
+
+
+class InfoEndpoints:
+    """Everything that only reports."""
+
+    def __init__(self, service: ChatService, supervisor: EngineSupervisor, metrics: ServerMetrics) -> None:
+        self._service = service
+        self._supervisor = supervisor
+        self._metrics = metrics
+        self._created = int(time.time())
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 with an empty body while turns can be served, 503 otherwise."""
+        if self._service.is_draining:
+            raise errors.unavailable("The server is shutting down.", retry_after_s=5)
+        self._supervisor.engine()
+        return web.Response()
+
+    async def version(self, request: web.Request) -> web.Response:
+        return json_response({"version": turnkeep.__version__})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        await self._supervisor.read_stats()
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def models(self, request: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [self._model(name) for name in self._service.served_names]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name = request.match_info["id"]
+        if name not in self._service.served_names:
+            raise errors.model_not_found(name)
+        return json_response(self._model(name))
+
+    async def conversation_cache(self, request: web.Request) -> web.Response:
+        """The cache report of one conversation of this tenant; ?cache_salt= names the salt it was sent with."""
+        root = cache_root(request[TENANT] or None, request.query.get("cache_salt"))
+        conversation = self._service.conversations.find(root, request.match_info["id"])
+        if conversation is None:
+            raise errors.not_found("There is no conversation of this id.")
+        return json_response(cache_report(conversation))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "turnkeep",
+            "max_model_len": self._service.max_model_len,
+        }
+
+
+def make_app(
+    service: ChatService, supervisor: EngineSupervisor, metrics: ServerMetrics, config: ServerConfig
+) -> web.Application:
+    """All routes behind one guard. The caller owns the service and the supervisor."""
+    app = web.Application(
+        middlewares=[make_guard(Authenticator(config.api_keys), metrics)], client_max_size=config.max_body_bytes
+    )
+    app.on_response_prepare.append(add_common_headers)
+    chat = ChatEndpoint(service, config, metrics)
+    info = InfoEndpoints(service, supervisor, metrics)
+    app.router.add_post("/v1/chat/completions", chat.complete)
+    app.router.add_post("/v1/chat/completions/render", chat.render)
+    app.router.add_get("/v1/models", info.models)
+    app.router.add_get("/v1/models/{id:.+}", info.model)
+    app.router.add_get("/v1/conversations/{id}/cache", info.conversation_cache)
+    for path in ("/health", "/v1/health", "/ping", "/ready"):
+        app.router.add_get(path, info.health)
+    app.router.add_get("/version", info.version)
+    app.router.add_get("/metrics", info.metrics)
+    return app
+
+
+def make_runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
+    """How connections are handled: a client that goes away cancels its handler, which aborts its turn."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        keepalive_timeout=config.keep_alive_s,
+        access_log=None,
+        shutdown_timeout=5.0,
+        handle_signals=False,
+    )

@@ -1,0 +1,226 @@
+"""The walk of one turn: prepare the prompt, submit, turn engine events into text, find the stable end, record.
+
+Used by every API shape and by the offline API. Knows no HTTP and no wire format; the engine is a handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from turnkeep.engine.handle import EngineHandle
+from turnkeep.engine.messages import Submit
+from turnkeep.server import errors
+from turnkeep.server.chat_completions import ChatCompletionRequest
+from turnkeep.server.conversations import Conversation, ConversationTable, cache_root, resolve_conversation
+from turnkeep.server.engine_supervisor import EngineSupervisor
+from turnkeep.server.metrics import ServerMetrics
+from turnkeep.server.text_model import Prompt, TextModel
+from turnkeep.server.turn import Choice, Turn
+from turnkeep.server.turn_request import TurnRequest, to_turn
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TAG_FIELDS = (
+    "conversation", "conversation_id", "session_id", "conversation_params", "vllm_xargs", "prompt_cache_key", "metadata"
+)  # fmt: skip
+
+
+class ChatService:
+    """Serves turns of one model. All methods run in one event loop; text work runs in one worker thread beside it."""
+
+    def __init__(
+        self,
+        text_model: TextModel,
+        supervisor: EngineSupervisor,
+        metrics: ServerMetrics,
+        *,
+        served_names: tuple[str, ...] = (),
+        accept_any_model: bool = False,
+        max_waiting: int = 1024,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.text_model = text_model
+        self.metrics = metrics
+        self.served_names = served_names or (text_model.name,)
+        self.fingerprint = text_model.fingerprint
+        self.conversations = ConversationTable(clock=clock)
+        self.is_draining = False
+        self._supervisor = supervisor
+        self._accept_any_model = accept_any_model
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._turns: set[Turn] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        # One thread: the memory of earlier prompts is shared, and text work must not take the event loop's time.
+        self._text_worker = ThreadPoolExecutor(1, thread_name_prefix="turnkeep-text")
+        self._num_requests = 0
+
+    @property
+    def num_open_turns(self) -> int:
+        return len(self._turns)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt + output; None until the engine has told."""
+        ready = self._supervisor.ready
+        return None if ready is None else ready.max_model_len
+
+    def serves(self, model: str) -> bool:
+        return self._accept_any_model or model in self.served_names
+
+    def check_open(self) -> EngineHandle:
+        """The engine, when a new turn may enter. Raises ApiError 503 or 429 before any work is spent on it."""
+        refused = self.metrics.refused
+        if self.is_draining:
+            refused.labels("draining").inc()
+            raise errors.unavailable("The server is shutting down.", retry_after_s=5)
+        if sum(not turn.is_admitted for turn in self._turns) >= self._max_waiting:
+            refused.labels("queue_full").inc()
+            raise errors.overloaded(f"{self._max_waiting} requests are waiting already.", retry_after_s=5)
+        try:
+            return self._supervisor.engine()
+        except errors.ApiError:
+            refused.labels("engine_down").inc()
+            raise
+
+    async def prepare(
+        self, body: ChatCompletionRequest, headers: Mapping[str, str], tenant: str
+    ) -> tuple[TurnRequest, Prompt, Conversation | None, str]:
+        """The checked request, its prompt, its conversation, and the cache root. Raises ApiError 400."""
+        tag = resolve_conversation(headers, {name: getattr(body, name) for name in TAG_FIELDS})
+        self.conversations.note_tag(tag)
+        root = cache_root(tenant or None, body.cache_salt)
+        known = None if tag.conversation_id is None else self.conversations.open(root, tag.conversation_id)
+        now = self._clock() if known is None else known.started_s
+        memory_key = None if known is None else f"{root}\0{tag.conversation_id}"
+
+        def work() -> tuple[TurnRequest, Prompt]:
+            request = to_turn(body, self.text_model.sampling_defaults, self._vocab_size())
+            return request, self.text_model.prepare(request, memory_key=memory_key, now=now)
+
+        request, prompt = await self._in_text_worker(work)
+        return request, prompt, known, root
+
+    async def start_turn(
+        self, body: ChatCompletionRequest, headers: Mapping[str, str], tenant: str, arrival_s: float
+    ) -> Turn:
+        """Submit one turn. The caller iterates it inside `async with`: leaving early aborts what still runs.
+
+        Raises ApiError for what can be refused before the engine sees it.
+        """
+        self.check_open()
+        request, prompt, conversation, root = await self.prepare(body, headers, tenant)
+        return self._submit(request, prompt, conversation, root, arrival_s)
+
+    async def start_text(self, body: ChatCompletionRequest, text: str, arrival_s: float) -> Turn:
+        """The same for a bare text; `body` only says how to sample."""
+        self.check_open()
+        request = to_turn(body, self.text_model.sampling_defaults, self._vocab_size())
+        prompt = await self._in_text_worker(lambda: self.text_model.prepare_text(text))
+        return self._submit(request, prompt, None, cache_root(None, body.cache_salt), arrival_s)
+
+    def _submit(
+        self, request: TurnRequest, prompt: Prompt, conversation: Conversation | None, root: str, arrival_s: float
+    ) -> Turn:
+        engine = self.check_open()  # again: preparing takes time
+        num_prompt_tokens = len(prompt.encoded.token_ids)
+        limit = self.max_model_len or num_prompt_tokens + 1
+        if num_prompt_tokens >= limit:
+            self.metrics.refused.labels("context").inc()
+            raise errors.context_overflow(num_prompt_tokens, limit)
+        turn = Turn(self, engine, request, prompt, conversation, arrival_s=arrival_s)
+        for index in range(request.num_choices):
+            submit = self._submit_message(request, prompt, index, limit, root)
+            if index == 0 and conversation is not None:
+                submit.conversation_id = conversation.conversation_id
+            turn.choices.append(Choice(self.text_model, request, prompt, submit, engine.submit(submit), index))
+        self._turns.add(turn)
+        return turn
+
+    def turn_closed(self, turn: Turn) -> None:
+        self._turns.discard(turn)
+
+    async def end_choice(self, turn: Turn, choice: Choice) -> None:
+        """After Finished: tell the engine how much of it will be repeated, and keep the record.
+
+        Not cancelled with the client: one that leaves after the last token has still had its turn.
+        """
+        await asyncio.shield(self.run_to_end(self._end_choice(turn, choice)))
+
+    def run_to_end(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Work that goes on whatever becomes of the client; close() waits for it."""
+        task = asyncio.create_task(work)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+        return task
+
+    async def close(self) -> None:
+        """Wait for the endings that still run. The engine is closed by its supervisor."""
+        if self._endings:
+            await asyncio.gather(*self._endings, return_exceptions=True)
+        self._text_worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _end_choice(self, turn: Turn, choice: Choice) -> None:
+        finished = choice.finished
+        assert finished is not None
+        answer, output_ids = choice.text.collected.message(), choice.text.output_ids
+        stable_tokens = 0
+        try:
+            stable_tokens = await self._in_text_worker(
+                lambda: self.text_model.turn_end(turn.request, turn.prompt, answer, output_ids)
+            )
+        except Exception:
+            # The answer is good whatever happens here; only the next turn would have to compute more.
+            log.exception("the stable end of turn %s could not be found", choice.request_id)
+        turn.engine.end_turn(choice.request_id, stable_tokens)
+        self.metrics.count_finished(finished, choice.ended())
+        if turn.conversation is not None and choice.index == 0:
+            turn.conversation.record_turn(
+                request_id=choice.request_id,
+                prompt_ids=turn.prompt.encoded.token_ids,
+                output_ids=output_ids,
+                num_matched_tokens=choice.num_matched_tokens,
+                num_cached_tokens=finished.num_cached_tokens,
+                finish_reason=choice.text.end_reason,
+                stable_tokens=stable_tokens,
+                ttft_s=turn.time_to_first_token_s,
+            )
+
+    def _submit_message(self, request: TurnRequest, prompt: Prompt, index: int, limit: int, root: str) -> Submit:
+        """Each choice is a request of its own to the engine; only their seeds differ."""
+        sampling = request.sampling
+        room = limit - len(prompt.encoded.token_ids)
+        # With ignore_eos the client's own stop ids still count.
+        eos_ids = () if sampling.ignore_eos else tuple(sorted(self.text_model.eos_token_ids))
+        self._num_requests += 1
+        return Submit(
+            request_id=f"turn-{self._num_requests}-{index}",
+            prompt_ids=prompt.encoded.token_ids,
+            sampling=msgspec.structs.replace(
+                sampling,
+                max_new_tokens=min(sampling.max_new_tokens, room),
+                min_new_tokens=min(sampling.min_new_tokens, room),
+                seed=(sampling.seed + index) % 2**64,
+                stop_token_ids=tuple(dict.fromkeys((*eos_ids, *sampling.stop_token_ids))),
+                ignore_eos=False,
+            ),
+            boundaries=prompt.boundaries,
+            cache_root=root,
+            priority=request.priority,
+        )
+
+    def _vocab_size(self) -> int:
+        ready = self._supervisor.ready
+        return self.text_model.tokenizer.vocab_size if ready is None else ready.vocab_size
+
+    async def _in_text_worker(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._text_worker, work)

@@ -1,0 +1,253 @@
+"""The command `turnkeep`: serve, chat, demo. Settings come from options, then the environment, then defaults.
+
+Exit status: 0 done, 1 could not run (one line on standard error says why), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import ClientError
+
+import turnkeep
+from turnkeep.engine.config import EngineConfig
+from turnkeep.engine.handle import EngineStartError
+from turnkeep.models.catalog import MODEL_NAMES, ModelFilesError, ModelNotFound
+from turnkeep.server.chat_client import RequestFailedError
+from turnkeep.server.config import DEFAULT_HOST, DEFAULT_PORT, ServerConfig, parse_size
+from turnkeep.server.loading_progress import LoadingProgress
+from turnkeep.server.logging_setup import set_up_logging
+from turnkeep.server.serve import PortTakenError, RunningServer, serve_until_signal
+
+
+class CommandError(Exception):
+    """The command cannot run; the message is shown as one line."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script. Returns the exit status."""
+    options = make_parser().parse_args(arguments)
+    set_up_logging(options.log_level)
+    try:
+        options.run(options)
+    except (CommandError, ModelNotFound, ModelFilesError, EngineStartError, RequestFailedError, ClientError) as error:
+        return _fail(str(error))
+    except PortTakenError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(error.strerror or str(error))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _fail(reason: str) -> int:
+    print(f"turnkeep: error: {' '.join(reason.split())}", file=sys.stderr)
+    return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="turnkeep", description="Serve hybrid language models to agents.")
+    parser.add_argument("--version", action="version", version=f"turnkeep {turnkeep.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP")
+    _add_model_options(serve)
+    _add_server_options(serve)
+    serve.set_defaults(run=run_serve, log_level="info")
+
+    chat = commands.add_parser("chat", help="chat in the terminal, with the cost of every turn")
+    _add_client_options(chat)
+    chat.add_argument("--system", help="system message (default: none, or the order desk's with its tools)")
+    chat.add_argument("--no-tools", action="store_true", help="do not offer the demo model's tools")
+    chat.add_argument("--temperature", type=float, help="sampling temperature (default: the model's)")
+    chat.set_defaults(run=run_chat, log_level="warning")
+
+    demo = commands.add_parser("demo", help="run the order-desk agent and show what every request cost")
+    _add_client_options(demo)
+    demo.add_argument("--turns", type=_positive, default=20, help="user turns (default: 20)")
+    demo.add_argument("--seed", type=int, default=1, help="which conversation (default: 1)")
+    demo.set_defaults(run=run_demo, log_level="warning")
+
+    for command in (serve, chat, demo):
+        levels = ("debug", "info", "warning", "error")
+        command.add_argument("--log-level", choices=levels, help="how much to log on standard error")
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(MODEL_NAMES)
+    model = parser.add_argument_group("model and engine")
+    model.add_argument("model", nargs="?", default="demo", help=f"{names}, a model folder or a GGUF file (demo)")
+    model.add_argument("--dtype", choices=("bfloat16", "float32"), help="weights (default: what the machine does best)")
+    model.add_argument("--max-running", type=_positive, help="requests that may run at once")
+    model.add_argument("--max-model-len", type=_positive, help="tokens of prompt and answer together")
+    model.add_argument("--memory", type=_size, metavar="SIZE", help="for the cache, for example 2GiB")
+    model.add_argument("--max-step-tokens", type=_positive, help="tokens computed in one step")
+    model.add_argument("--threads", type=_positive, help="compute threads of the engine (default: all cores)")
+    model.add_argument("--no-prefix-caching", action="store_true", help="compute every turn anew (for comparison)")
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", help=f"address to listen on (default: {DEFAULT_HOST})")
+    server.add_argument("--port", type=_port, help=f"port, 0 for any (default: TURNKEEP_PORT, PORT or {DEFAULT_PORT})")
+    server.add_argument(
+        "--api-key", action="append", metavar="KEY", help="a key that clients must send; may be given several times "
+        "(or TURNKEEP_API_KEYS, comma-separated, which the process list does not show)",
+    )  # fmt: skip
+    server.add_argument("--served-model-name", action="append", metavar="NAME", help="name in the API; may be repeated")
+    server.add_argument("--accept-any-model", action="store_true", help="answer under whatever model name is asked for")
+    server.add_argument("--max-body", type=_size, metavar="SIZE", help="largest request body (default: 32MiB)")
+    server.add_argument("--max-waiting", type=_positive, help="turns that may wait before new ones get 429")
+    server.add_argument("--drain-s", type=float, help="seconds that running turns get after SIGTERM (default: 30)")
+
+
+def _add_client_options(parser: argparse.ArgumentParser) -> None:
+    _add_model_options(parser)
+    parser.add_argument("--url", help="a running server, for example http://127.0.0.1:8000 (default: start one)")
+    parser.add_argument("--api-key", help="key to send (default: TURNKEEP_API_KEY)")
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """Options that were not given stay None: the engine decides them and says how."""
+    config = EngineConfig(
+        model=options.model,
+        dtype=options.dtype,
+        max_running=options.max_running,
+        max_model_len=options.max_model_len,
+        memory_bytes=options.memory,
+        num_threads=options.threads,
+        prefix_caching=not options.no_prefix_caching,
+    )
+    if options.max_step_tokens is not None:
+        config = msgspec.structs.replace(config, max_step_tokens=options.max_step_tokens)
+    return config
+
+
+def server_config(options: argparse.Namespace) -> ServerConfig:
+    """Raises CommandError for a bad value in the environment."""
+    keys = list(options.api_key or ())
+    keys += [key.strip() for key in os.environ.get("TURNKEEP_API_KEYS", "").split(",") if key.strip()]
+    given = {
+        "host": options.host or os.environ.get("TURNKEEP_HOST"),
+        "port": options.port if options.port is not None else _environment_port(),
+        "api_keys": tuple(keys),
+        "served_model_names": tuple(options.served_model_name or ()),
+        "accept_any_model": options.accept_any_model,
+        "max_body_bytes": options.max_body,
+        "max_waiting": options.max_waiting,
+        "drain_s": options.drain_s,
+    }
+    return ServerConfig(
+        engine=engine_config(options), **{name: value for name, value in given.items() if value is not None}
+    )
+
+
+def run_serve(options: argparse.Namespace) -> None:
+    config = server_config(options)
+    with LoadingProgress() as progress:
+
+        def on_ready(server: RunningServer) -> None:
+            progress.close()
+            print(start_message(server, config), flush=True)
+
+        _run(serve_until_signal(config, on_ready, on_loading=progress.report))
+
+
+def run_chat(options: argparse.Namespace) -> None:
+    from turnkeep.server.terminal_chat import chat
+
+    _run_client(options, lambda url, key: chat(url, key, options))
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    from turnkeep.server.demo import demo
+
+    _run_client(options, lambda url, key: demo(url, key, num_turns=options.turns, seed=options.seed))
+
+
+def start_message(server: RunningServer, config: ServerConfig) -> str:
+    """Where the server is, what bounds it, and a first request to paste."""
+    name = server.service.served_names[0]
+    body = {"model": name, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]}
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_keys else ""
+    lines = [
+        f"Serving {name} at {server.url} ({server.ready.limiting_resource})",
+        *(f"note: {notice}" for notice in server.ready.notices),
+        "Try:",
+        f"  curl -N {server.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
+        f"    -d {shlex.quote(msgspec.json.encode(body).decode())}",
+    ]
+    return "\n".join(lines)
+
+
+def _run_client(options: argparse.Namespace, client: Callable[[str, str | None], Coroutine[Any, Any, None]]) -> None:
+    """Run a client against --url, or against a server of its own on a free port."""
+    from turnkeep.server.serve import running_server
+
+    key = options.api_key or os.environ.get("TURNKEEP_API_KEY")
+
+    async def run() -> None:
+        if options.url:
+            await client(options.url.rstrip("/"), key)
+            return
+        with LoadingProgress() as progress:
+            config = ServerConfig(engine=engine_config(options), port=0)
+            async with running_server(config, on_loading=progress.report) as server:
+                progress.close()
+                await client(server.url, None)
+
+    _run(run())
+
+
+def _run(main_coroutine: Coroutine[Any, Any, None]) -> None:
+    """In uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main_coroutine)
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main_coroutine)
+
+
+def _environment_port() -> int | None:
+    for name in ("TURNKEEP_PORT", "PORT"):
+        text = os.environ.get(name)
+        if text:
+            try:
+                return _port(text)
+            except argparse.ArgumentTypeError as error:
+                raise CommandError(f"{name}={text}: {error}") from None
+    return None
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError("a port is a number from 0 to 65535")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError("a whole number greater than 0 is needed")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Server-sent events: framing only. Knows bytes, not chat completions and not sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # asks proxies not to hold events back
+}
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode_event(payload: Any) -> bytes:
+    """One event whose data is `payload` as JSON on a single line, closed by its blank line.
+
+    msgspec escapes the control characters, so no text can end a frame early; U+2028 is legal inside one.
+    """
+    return b"data: " + _encoder.encode(payload) + b"\n\n"

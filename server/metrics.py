@@ -1,0 +1,130 @@
+"""What the server counts and measures, for Prometheus: one table of names and units, and where each number comes from.
+
+Counters of the engine go on over its restarts: a new engine process starts at zero, the exported numbers do not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from turnkeep.engine.messages import Finished, Stats
+from turnkeep.server.turn_events import ChoiceEnded
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+# The engine's fixed gauges: exported name -> (field of Stats, meaning).
+ENGINE_GAUGES = {
+    "turnkeep_requests_running": ("num_running", "Requests that run in the engine."),
+    "turnkeep_requests_waiting": ("num_waiting", "Requests that wait for admission in the engine."),
+    "turnkeep_requests_suspended": ("num_suspended", "Requests that gave their memory up and wait to go on."),
+    "turnkeep_free_pages": ("num_free_pages", "Attention pages that hold nothing."),
+    "turnkeep_free_state_rows": ("num_free_rows", "Recurrent state rows that hold nothing."),
+}
+
+_NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class EngineTotals:
+    """The engine's counters summed over its restarts."""
+
+    def __init__(self) -> None:
+        self.latest: Stats | None = None
+        self._finished: dict[str, float] = {}  # of the engines that are gone
+        self._running: dict[str, float] = {}  # of the engine that runs
+
+    def update(self, stats: Stats) -> None:
+        """Take a heartbeat. A number that went down means that a new engine counts from zero."""
+        counters = {"num_steps": float(stats.num_steps), **stats.counters}
+        if any(value < self._running.get(name, 0.0) for name, value in counters.items()):
+            self.engine_restarted()
+        self._running = counters
+        self.latest = stats
+
+    def engine_restarted(self) -> None:
+        for name, value in self._running.items():
+            self._finished[name] = self._finished.get(name, 0.0) + value
+        self._running = {}
+        self.latest = None
+
+    def totals(self) -> dict[str, float]:
+        names = sorted(self._finished.keys() | self._running.keys())
+        return {name: self._finished.get(name, 0.0) + self._running.get(name, 0.0) for name in names}
+
+
+class _EngineCollector(Collector):
+    """Reads the last heartbeat when Prometheus asks; names that the engine adds appear by themselves."""
+
+    def __init__(self, totals: EngineTotals) -> None:
+        self._totals = totals
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._totals.latest
+        for name, (field, meaning) in ENGINE_GAUGES.items():
+            yield GaugeMetricFamily(name, meaning, value=0.0 if stats is None else float(getattr(stats, field)))
+        for name, value in (stats.gauges if stats is not None else {}).items():
+            yield GaugeMetricFamily(_engine_name(name), f"Engine gauge {name}.", value=value)
+        for name, value in self._totals.totals().items():
+            yield CounterMetricFamily(_engine_name(name), f"Engine counter {name}, over restarts.", value=value)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # registering must not need an engine
+
+
+def _engine_name(name: str) -> str:
+    """`num_` says nothing in a metric: cache_num_hits becomes turnkeep_engine_cache_hits(_total)."""
+    return f"turnkeep_engine_{_NOT_A_NAME.sub('_', name.replace('num_', ''))}"
+
+
+class ServerMetrics:
+    """The numbers of one server. Every instance has its own registry."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.engine = EngineTotals()
+        registry.register(_EngineCollector(self.engine))
+
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(f"turnkeep_{name}", meaning, labels, registry=registry)
+
+        def histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"turnkeep_{name}", meaning, buckets=buckets, registry=registry)
+
+        self.engine_up = Gauge("turnkeep_engine_up", "1 while the engine can serve.", registry=registry)
+        self.engine_restarts = counter("engine_restarts", "Engine processes started after one died.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens that were reused and not computed.")
+        self.generated_tokens = counter("generated_tokens", "Tokens generated by finished requests.")
+        self.finished = counter("requests_finished", "Engine requests by how they ended.", "reason")
+        self.refused = counter("requests_refused", "Requests turned away, by what was short.", "reason")
+        self.aborted = counter("requests_aborted", "Requests given up because the client went away.")
+        self.errors = counter("http_errors", "Answers other than success, by HTTP status.", "status")
+        self.time_to_first_token_s = histogram(
+            "time_to_first_token_seconds", "From the request's arrival to its first token.", _LATENCY_S
+        )
+        self.inter_token_s = histogram(
+            "inter_token_latency_seconds", "Between two deliveries of tokens of one request.", _TOKEN_GAP_S
+        )
+        self.request_s = histogram("request_duration_seconds", "From arrival to the end of the answer.", _LATENCY_S)
+        self.queue_s = histogram("queue_time_seconds", "Waiting for admission in the engine.", _LATENCY_S)
+
+    def count_finished(self, finished: Finished, ended: ChoiceEnded | None) -> None:
+        """One engine request ended; with an answer, the numbers are the ones that its usage shows."""
+        self.finished.labels(finished.reason).inc()
+        if ended is None:
+            return
+        if ended.index == 0:  # the choices of a turn share one prompt
+            self.prompt_tokens.inc(ended.num_prompt_tokens)
+            self.cached_tokens.inc(ended.num_cached_tokens)
+        self.generated_tokens.inc(ended.num_output_tokens)
+        self.queue_s.observe(finished.queue_s)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,129 @@
+"""Everything about a model that is text: tokenizer, chat template, boundaries, output format, sampling defaults.
+
+Made once from a model's files; no weights, no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import turnkeep
+from turnkeep.cache.boundary import Boundary
+from turnkeep.server import errors
+from turnkeep.server.boundaries import BoundaryFinder
+from turnkeep.server.chat_messages import TemplateError
+from turnkeep.server.chat_template import ChatTemplate
+from turnkeep.server.parsers import OutputFormat, select_format
+from turnkeep.server.prompts import EncodedPrompt, Guarded, PromptEncoder
+from turnkeep.server.tokenizer import Tokenizer
+from turnkeep.server.turn_events import TokenText
+from turnkeep.server.turn_request import SamplingDefaults, TurnRequest
+
+if TYPE_CHECKING:
+    from turnkeep.models.catalog import ModelSource
+
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered and encoded conversation, and where it is worth a snapshot."""
+
+    encoded: EncodedPrompt
+    boundaries: tuple[Boundary, ...]
+    now: float  # what templates that write the date were given
+    is_chat: bool = True  # False: a bare text, continued without a template
+
+
+class TextModel:
+    """The text half of one model. Its methods take time on long conversations and are called in a worker thread."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        chat_template: str | None,
+        *,
+        name: str,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_token_ids: Iterable[int] = (),
+        sampling_defaults: SamplingDefaults | None = None,
+    ) -> None:
+        self.name = name
+        self.has_chat_template = chat_template is not None
+        self.tokenizer = Tokenizer(tokenizer_json)
+        self.template = ChatTemplate(
+            chat_template or PLAIN_TEMPLATE, bos_token=bos_token, eos_token=eos_token, special_tokens=special_tokens
+        )
+        self.encoder = PromptEncoder(self.template, self.tokenizer)
+        self.boundaries = BoundaryFinder(self.template, self.tokenizer, encoder=self.encoder)
+        self.format: OutputFormat = select_format(self.template)
+        self.plain_format: OutputFormat = select_format(None)
+        self.hidden_ids = self.tokenizer.hidden_ids(keep=self.format.markup)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.sampling_defaults = sampling_defaults or SamplingDefaults()
+        digest = hashlib.sha256("\0".join([turnkeep.__version__, name, tokenizer_json, chat_template or ""]).encode())
+        self.fingerprint = f"fp_{digest.hexdigest()[:12]}"
+        self._token_texts: dict[int, tuple[str, tuple[int, ...] | None]] = {}
+
+    @classmethod
+    def from_source(cls, source: ModelSource) -> TextModel:
+        return cls(
+            source.tokenizer_json(),
+            source.chat_template(),
+            name=source.name,
+            bos_token=source.bos_token,
+            eos_token=source.eos_token,
+            special_tokens=source.special_tokens(),
+            eos_token_ids=source.eos_token_ids,
+            sampling_defaults=SamplingDefaults.from_generation_config(source.generation_config()),
+        )
+
+    def prepare(self, request: TurnRequest, *, memory_key: str | None, now: float) -> Prompt:
+        """Render, encode and find the boundaries. Raises ApiError when the template refuses the messages."""
+        kwargs = request.template_kwargs
+        try:
+            encoded = self.encoder.encode(
+                request.messages, tools=request.tools, template_kwargs=kwargs, now=now, memory_key=memory_key
+            )
+        except TemplateError as error:
+            raise errors.bad_request(str(error), error.param or "messages") from None
+        if not encoded.token_ids:
+            raise errors.bad_request("The messages give an empty prompt.", "messages")
+        boundaries = self.boundaries.prompt_boundaries(
+            request.messages, request.tools, kwargs, encoded.token_ids, prompt=encoded, now=now
+        )
+        return Prompt(encoded, boundaries, now)
+
+    def prepare_text(self, text: str) -> Prompt:
+        """A bare text to be continued; what spells a control token in it is one. Raises ApiError when it is empty."""
+        encoded = self.encoder.encode_text(text, Guarded([], None, None))
+        if not encoded.token_ids:
+            raise errors.bad_request("The prompt must not be empty.", "prompt")
+        return Prompt(encoded, (), 0.0, is_chat=False)
+
+    def turn_end(self, request: TurnRequest, prompt: Prompt, answer: dict[str, object], output_ids: list[int]) -> int:
+        """How many tokens of prompt + output the next prompt will repeat when the client sends `answer` back."""
+        engine_ids = [*prompt.encoded.token_ids, *output_ids]
+        if not prompt.is_chat:
+            return len(engine_ids)
+        kwargs = request.template_kwargs
+        return self.boundaries.turn_end(
+            request.messages, answer, request.tools, kwargs, engine_ids, prompt=prompt.encoded, now=prompt.now
+        )
+
+    def token_text(self, token_id: int, logprob: float) -> TokenText:
+        """One token as logprobs show it; bytes are None when the token is only a part of a character."""
+        if token_id not in self._token_texts:
+            text = self.tokenizer.decode([token_id])
+            whole = "�" not in text
+            self._token_texts[token_id] = (text, tuple(text.encode()) if whole else None)
+        text, raw = self._token_texts[token_id]
+        return TokenText(text, raw, logprob)
