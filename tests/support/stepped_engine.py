@@ -1,0 +1,109 @@
+"""An engine loop driven by hand: submit a set of requests, step until all have finished, look at what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+
+from turnkeep.cache.boundary import Boundary
+from turnkeep.engine.config import EngineConfig
+from turnkeep.engine.factory import build_engine
+from turnkeep.engine.messages import Admitted, EndTurn, Finished, FromEngine, Submit, Tokens
+from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch
+from turnkeep.scheduler.request import SamplingParams
+from turnkeep.scheduler.step_plan import StepOutput, StepPlan
+
+
+@dataclass
+class Outcome:
+    """One finished request; logits has a row for each generated token when they were recorded."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finished: Finished | None = None
+
+
+class SteppedEngine:
+    """`options` are EngineConfig fields; the model's logits of sampled rows are kept in `logits` by request."""
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        settings: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "memory_bytes": 256 << 20, **options}
+        self.events: list[FromEngine] = []
+        self.loop, self.ready = build_engine(EngineConfig(model=model, **settings), self.events.append)
+        self.logits: dict[str, list[torch.Tensor]] = {}
+        self._ids = count()
+        self._record_logits()
+
+    def _record_logits(self) -> None:
+        runner: Any = self.loop._runner
+        model, run = runner._model, runner.run
+        sampled: list[str] = []
+
+        def recording_run(plan: StepPlan) -> StepOutput:
+            sampled[:] = [item.request_id for item in plan.items if item.sampling is not None]
+            output: StepOutput = run(plan)
+            return output
+
+        def recording_model(batch: ForwardBatch, cache: CacheTensors) -> torch.Tensor:
+            logits: torch.Tensor = model(batch, cache)
+            for request_id, row in zip(sampled, logits, strict=True):
+                self.logits.setdefault(request_id, []).append(row.clone())
+            return logits
+
+        runner.run, runner._model = recording_run, recording_model
+
+    def run(
+        self,
+        prompts: Iterable[Sequence[int]],
+        *,
+        max_new_tokens: int = 12,
+        boundaries: Sequence[int] = (),
+        conversation_id: str | None = None,
+        sampling: SamplingParams | None = None,
+        stable: bool = True,
+    ) -> list[Outcome]:
+        """Submit all prompts at once and step until each has finished."""
+        sampling = sampling or SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+        order = []
+        for prompt in prompts:
+            request_id = f"r{next(self._ids)}"
+            order.append(request_id)
+            kinds = tuple(Boundary(p, "turn_start") for p in boundaries if p <= len(prompt))
+            self.loop.receive(
+                Submit(
+                    request_id=request_id,
+                    prompt_ids=list(prompt),
+                    sampling=sampling,
+                    boundaries=kinds,
+                    conversation_id=conversation_id,
+                )
+            )
+        while self.loop.has_work:
+            assert self.loop.step(), "work, but no step"
+        outcomes = self._outcomes()
+        for request_id in order:
+            assert request_id in outcomes
+            if stable:
+                self.loop.receive(EndTurn(request_id, 1 << 30))
+        return [outcomes[request_id] for request_id in order]
+
+    def _outcomes(self) -> dict[str, Outcome]:
+        found: dict[str, Outcome] = {}
+        for event in self.events:
+            if isinstance(event, Admitted):
+                found.setdefault(
+                    event.request_id, Outcome(event.request_id)
+                ).num_cached_tokens = event.num_cached_tokens
+            elif isinstance(event, Tokens):
+                found.setdefault(event.request_id, Outcome(event.request_id)).token_ids += event.token_ids
+            elif isinstance(event, Finished):
+                outcome = found.setdefault(event.request_id, Outcome(event.request_id))
+                assert outcome.finished is None, "two Finished events"
+                outcome.finished = event
+        self.events.clear()
+        return found
