@@ -1,6 +1,6 @@
 """Definition of the causal convolution, in plain PyTorch for any device.
 
-Products and sums are separate operations in the order of the taps, bias last: no fused multiply-add and no reduction
+Products and sums are separate operations in the order of the taps, bias last: no fused multiply-add, no reduction
 whose order depends on shapes, so every way to cut a sequence gives the same bits.
 """
 
@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import Literal
 
 import torch
-from torch.nn import functional
 
 from turnkeep.kernels.forward_batch import StateExport
 
@@ -45,7 +44,7 @@ def causal_conv1d_reference(
     if bias is not None:
         y += bias
     if activation == "silu":
-        y = functional.silu(y, inplace=True)
+        y = _silu(y)
 
     # The window after p tokens of a sequence is the `tail` inputs from p on, counted from its own start.
     ends = [start + length for start, length in zip(starts, seq_lens, strict=False)]
@@ -75,6 +74,11 @@ def _with_windows(
     return torch.cat(pieces) if pieces else x
 
 
+def _silu(y: torch.Tensor) -> torch.Tensor:
+    """y / (1 + exp(-y)), in place. The fused silu rounds an element by where it lies in memory; these steps do not."""
+    return y.div_(y.neg().exp_().add_(1.0))
+
+
 def causal_conv1d_update_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -93,5 +97,5 @@ def causal_conv1d_update_reference(
     if bias is not None:
         y = y + bias
     if activation == "silu":
-        y = functional.silu(y, inplace=True)
+        y = _silu(y)
     return y.to(x.dtype)

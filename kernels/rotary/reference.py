@@ -35,9 +35,9 @@ def _llama3_frequencies(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -
     """Slow channels are divided by the factor, fast ones kept, those between blended by their wavelength."""
     factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = float(scaling["original_max_position_embeddings"])
-    turns = original * frequencies / (2 * math.pi)  # full turns within the original context
+    turns = original / (2 * math.pi / frequencies)  # full turns within the original context
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * frequencies + (1 - kept) * frequencies / factor
+    return (1 - kept) * frequencies / factor + kept * frequencies
 
 
 def rotary_cos_sin(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
