@@ -19,7 +19,7 @@ def likeliest(logits: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torc
     if num_tokens < logits.shape[1]:
         values, ids = logits.topk(num_tokens, dim=-1)
         # topk picks any of several equal values at the cut, so it is trusted only where nothing equal was left out.
-        if bool(((logits >= values[:, -1:]).sum(-1) == num_tokens).all()):
+        if num_tokens == 0 or bool(((logits >= values[:, -1:]).sum(-1) == num_tokens).all()):
             ids, order = ids.sort(dim=-1)
             values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
             return values, ids.gather(1, order)
