@@ -60,7 +60,7 @@ class Opener:
         seq = SequenceCache(path, bytearray(match.encoded))
         seq.num_committed_tokens = seq.num_computed_tokens = seq.capacity_tokens = match.num_tokens
         if match.snapshot is not None:
-            reclaimer.touch(match.snapshot)
+            match.snapshot.num_hits += 1
             reclaimer.pin(match.snapshot)
             seq.resumed_from = match.snapshot
         if match.tail is not None:

@@ -158,8 +158,7 @@ class Reclaimer:
             self._policy.changed(snapshot)
 
     def touch(self, snapshot: Snapshot) -> None:
-        """A sequence resumes here."""
-        snapshot.num_hits += 1
+        """As good as used just now."""
         snapshot.last_used_s = self._clock()
         self._policy.changed(snapshot)
 

@@ -97,6 +97,7 @@ class Retention:
             if branch.open_turn is not None:
                 # Whoever resumes at the end of the turn proves that the next prompt repeats it.
                 self._settle(branch.open_turn, is_kept=True)
+        self._refresh_main_line(branch)
         return branch
 
     def release(self, branch: Branch) -> None:
@@ -177,6 +178,15 @@ class Retention:
             if branch.conversation == conversation and not branch.num_active and branch.deepest() is snapshot:
                 return branch
         return None
+
+    def _refresh_main_line(self, branch: Branch) -> None:
+        """A side call shows that its conversation is alive: what it needs must not push out the line of work."""
+        lines = self._conversations.get(branch.conversation, [])
+        if len(lines) > 1:
+            main = max(lines, key=lambda line: line.num_turns)
+            if main is not branch:
+                for snapshot in main.snapshots():
+                    self._reclaimer.touch(snapshot)
 
     def _settle(self, handle: TurnHandle, *, is_kept: bool) -> None:
         handle.is_settled = True

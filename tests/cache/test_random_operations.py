@@ -31,19 +31,18 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
-        num_rows=st.integers(1, 8),
-        num_pages=st.integers(8, 40),
+        num_rows=st.sampled_from([6, 9, 4, 2, 1]),
+        num_pages=st.integers(6, 40),
         prefix_caching=st.sampled_from([True, True, True, True, False]),
         max_branches=st.integers(1, 3),
     )
     def make_cache(
         self, page_size: int, num_rows: int, num_pages: int, prefix_caching: bool, max_branches: int
     ) -> None:
-        # A page size of 16 needs fewer pages for as much pressure.
         self.driver = CacheDriver(
             self.kind,
             page_size=page_size,
-            num_pages=max(num_pages * 4 // page_size, 3) if page_size > 1 else num_pages * 2,
+            num_pages=max(num_pages * 4 // page_size, 3),  # about as many tokens for each page size
             num_rows=num_rows,
             prefix_caching=prefix_caching,
             max_branches=max_branches,
@@ -70,15 +69,17 @@ class CacheMachine(RuleBasedStateMachine):
         assert match.num_tokens <= match.num_matched_tokens < len(prompt)
         self.matches = [*self.matches[-3:], match]
 
-    @precondition(lambda self: self.matches)
+    @precondition(lambda self: self.matches and len(self.runs) < 4)
     @rule(which=index, conversation=conversations)
     def open_earlier_match(self, which: int, conversation: str | None) -> None:
         self.open(self.matches[which % len(self.matches)], conversation)
 
+    @precondition(lambda self: len(self.runs) < 4)
     @rule(which=index, keep=index, suffix=tokens, root=roots, conversation=conversations)
     def open_prompt(self, which: int, keep: int, suffix: list[int], root: str, conversation: str | None) -> None:
         self.open(self.driver.match(self.prompt(which, keep, suffix), root), conversation)
 
+    @precondition(lambda self: len(self.runs) < 4)
     @rule(which=index, conversation=conversations)
     def resume_whole_history(self, which: int, conversation: str | None) -> None:
         history = self.histories[which % len(self.histories)]
@@ -95,11 +96,48 @@ class CacheMachine(RuleBasedStateMachine):
             assert not fits
             assert self.picture() == before
             return
-        if match.is_current or run.num_reused:
-            assert run.num_reused >= 0
         if fits:
             assert cache.grow(run.seq, capacity), "can_provide promised the pages"
         self.runs.append(run)
+
+    @rule(
+        which=index,
+        lost=st.sampled_from([0, 0, 0, 1, 2, 5]),
+        suffix=tokens,
+        answer=tokens,
+        boundaries=st.lists(st.tuples(st.integers(1, 12), kinds), max_size=3),
+        conversation=conversations,
+        stable=st.sampled_from([0, 0, 0, 1, 4, None]),
+    )
+    def whole_turn(
+        self,
+        which: int,
+        lost: int,
+        suffix: list[int],
+        answer: list[int],
+        boundaries: list[tuple[int, BoundaryKind]],
+        conversation: str | None,
+        stable: int | None,
+    ) -> None:
+        """What really happens most: a history goes on, gets an answer, and its end is judged."""
+        history = self.histories[which % len(self.histories)]
+        prompt = [*history[: max(len(history) - lost, 0)][:36], *suffix]
+        run = self.driver.open(prompt, conversation)
+        if run is None:
+            return
+        start = run.seq.num_computed_tokens
+        wanted = [(start + offset, kind) for offset, kind in boundaries if start + offset <= len(prompt)]
+        self.runs.append(run)
+        run.token_ids += answer
+        for num_tokens, exports in ((len(prompt) - start, wanted), (len(answer) - 1, [])):
+            if not self.grow(run, run.seq.num_computed_tokens + num_tokens):
+                return
+            assert self.driver.step(run, num_tokens, exports)
+            self.driver.publish(run)
+        self.take(len(self.runs) - 1)
+        handle = self.driver.cache.finish(run.seq, run.token_ids, keep_turn_end=True)
+        if handle is not None and stable is not None:
+            self.driver.cache.end_turn(handle, len(run.token_ids) - 1 - stable)
 
     @rule(prompt=tokens)
     def alone_everything_that_fits_is_admitted(self, prompt: list[int]) -> None:
