@@ -6,6 +6,7 @@ socket closes. Logs to standard error; nothing is ever written to standard outpu
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -43,6 +44,7 @@ class EngineProcess:
             if built is None:
                 return 1
             loop, ready = built
+            _calm_garbage_collector()
             self._heartbeat.status = loop.stats()
             self._channel.send((ready,))
             self._serve(loop)
@@ -99,6 +101,13 @@ class EngineProcess:
                 self._channel.flush()
 
 
+def _calm_garbage_collector() -> None:
+    """Full collections would stop every step for tens of milliseconds, to look again at a model that never changes."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
 def _leave_at_once() -> None:
     # From the heartbeat thread, perhaps in the middle of a long step. There is no state worth saving.
     os._exit(0)
@@ -107,7 +116,7 @@ def _leave_at_once() -> None:
 def main() -> int:
     """Entry point."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when the engine leaves
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints must not mix with the server's output
+    os.dup2(2, 1)  # whatever a library prints must not mix with the server's output
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s")
     connection = socket.socket(fileno=int(sys.argv[1]))
     channel = EngineChannel(connection)

@@ -52,12 +52,12 @@ class ProcessEngine(LocalHandle):
             raise EngineStartError(f"the engine process could not be started: {error}") from error
         finally:
             theirs.close()
-        transport, _ = await loop.create_unix_connection(lambda: _EngineProtocol(self), sock=ours)
-        self._transport = transport
-        transport.write(encode_frame(self._config))
         try:
+            self._transport, _ = await loop.create_unix_connection(lambda: _EngineProtocol(self), sock=ours)
+            self._transport.write(encode_frame(self._config))
             return await self._started
-        except (EngineStartError, asyncio.CancelledError):
+        except (EngineStartError, OSError, asyncio.CancelledError):
+            self._started.cancel()
             await self.close()
             raise
 
@@ -112,7 +112,8 @@ class ProcessEngine(LocalHandle):
             message = "the engine was closed"
         else:
             message = "the engine process ended unexpectedly; its log on standard error says more"
-            log.error(message)
+            if self._is_alive:
+                log.error(message)
         self._engine_ended(message)
         self._ended.set()
 

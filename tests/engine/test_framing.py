@@ -6,7 +6,7 @@ import contextlib
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnkeep.cache.boundary import Boundary
@@ -92,6 +92,7 @@ def test_events_of_a_step_travel_in_one_frame() -> None:
     assert decode_events(body) == EVENTS
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=12), st.lists(st.integers(1, 30), min_size=1, max_size=20))
 def test_any_cut_of_the_stream_gives_the_same_bodies(bodies: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
@@ -107,6 +108,7 @@ def test_any_cut_of_the_stream_gives_the_same_bodies(bodies: list[bytes], cuts: 
     assert decoder.num_buffered_bytes == 0
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_message_raise_one_kind_of_error(data: bytes) -> None:
     with contextlib.suppress(FramingError):

@@ -86,13 +86,18 @@ def test_cache_hits_give_the_same_tokens(case: Case) -> None:
         assert finished.num_cached_tokens >= len(message.prompt_ids) - 2
 
 
-def test_suspension_gives_the_same_tokens(case: Case) -> None:
-    kind, sampling, expected = case
-    if kind == "attention_free":
-        pytest.skip("without attention there are no pages that could be short: nothing is ever suspended")
-    bench = make_loop(kind, num_pages=35, max_model_len=250, max_step_tokens=50)
-    assert run_together(bench, messages(sampling)) == expected
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["hybrid", "attention_only"])  # without attention no page can be short
+def test_suspension_gives_the_same_tokens(kind: TinyKind, sampling: dict[str, float]) -> None:
+    requests = [
+        submit(f"r{index}", prompt, 100, boundaries=[(9, "trunk")], **sampling)
+        for index, prompt in enumerate(prompts())
+    ]
+    expected = run_each(make_loop(kind, prefix_caching=False), requests)
+    bench = make_loop(kind, num_pages=70)
+    assert run_together(bench, requests) == expected
     assert bench.stats().counters["num_suspensions"] > 0
+    assert bench.finished("r0").num_suspensions == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
