@@ -179,11 +179,11 @@ class ChatTemplate:
         self.source = source
         self.limits = limits or RenderLimits()
         self._clock = clock
-        self._variables: dict[str, Any] = dict(special_tokens or {})
+        self.special_tokens: dict[str, str] = dict(special_tokens or {})
         if bos_token is not None:
-            self._variables["bos_token"] = bos_token
+            self.special_tokens["bos_token"] = bos_token
         if eos_token is not None:
-            self._variables["eos_token"] = eos_token
+            self.special_tokens["eos_token"] = eos_token
         self._reasoning_keys = tuple(key for key in REASONING_KEYS if key in source)
         try:
             self._template = _make_environment().from_string(source)
@@ -204,7 +204,7 @@ class ChatTemplate:
         """Prompt text of canonical messages. now: seconds since the epoch that `strftime_now` shows (default: the
         clock). Raises TemplateError when the template refuses the messages or a limit is reached."""
         variables = {
-            **self._variables,
+            **self.special_tokens,
             **(template_kwargs or {}),
             "messages": [self._aliased(message) for message in messages],
             "tools": list(tools) if tools else None,

@@ -99,7 +99,9 @@ class Tokenizer:
         """The same vocabulary without control tokens; made on first need, because few texts spell one."""
         with self._plain_lock:
             if self._plain is None:
-                kept = [token for token in self._description["added_tokens"] if token["id"] not in self._guarded]
+                # By text: the library gives tokens new ids where the file's do not follow on from the vocabulary.
+                dropped = {self._added_text[token_id] for token_id in self._guarded}
+                kept = [token for token in self._description["added_tokens"] if token["content"] not in dropped]
                 self._plain = Backend.from_str(
                     json.dumps({**self._description, "added_tokens": kept, "post_processor": None})
                 )
