@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit status."""
     options = make_parser().parse_args(arguments)
     set_up_logging(options.log_level)
+    os.environ["TURNKEEP_LOG_LEVEL"] = options.log_level  # for the engine process
     try:
         options.run(options)
     except (CommandError, ModelNotFound, ModelFilesError, EngineStartError, RequestFailedError, ClientError) as error:

@@ -20,7 +20,7 @@ from turnkeep.engine.messages import Ready
 from turnkeep.models.catalog import find_model
 from turnkeep.server import errors
 from turnkeep.server.chat_answers import AnswerCollector
-from turnkeep.server.chat_completions import convert_request
+from turnkeep.server.chat_completions import ChatCompletionRequest, convert_request
 from turnkeep.server.chat_service import ChatService
 from turnkeep.server.engine_supervisor import EngineSupervisor
 from turnkeep.server.metrics import ServerMetrics
@@ -98,7 +98,10 @@ class LLM:
     def chat(
         self, messages: Messages | Sequence[Messages], *, tools: list[dict[str, Any]] | None = None, **sampling: Any
     ) -> Answer | list[Answer]:
-        """Answer one conversation, or several at once (one answer each). Raises ValueError naming a bad field."""
+        """Answer one conversation, or several at once (one answer each).
+
+        Raises ValueError naming a bad field, RuntimeError when the engine failed.
+        """
         if messages and not isinstance(messages[0], dict):
             return self._run(self._gather([self._chat(one, tools, sampling) for one in messages]))
         return self._run(self._chat(messages, tools, sampling))
@@ -108,7 +111,7 @@ class LLM:
     @overload
     def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Answer]: ...
     def generate(self, prompts: str | Sequence[str], **sampling: Any) -> Answer | list[Answer]:
-        """Continue one text, or several at once, without a chat template. Raises ValueError naming a bad field."""
+        """Continue one text, or several at once, without a chat template. Raises as chat() does."""
         if isinstance(prompts, str):
             return self._run(self._continue(prompts, sampling))
         return self._run(self._gather([self._continue(one, sampling) for one in prompts]))
@@ -155,13 +158,18 @@ class LLM:
         return [task.result() for task in tasks]
 
     async def _chat(self, messages: Any, tools: Any, sampling: dict[str, Any]) -> Answer:
-        body = convert_request({"model": self._text_model.name, "messages": list(messages), "tools": tools, **sampling})
+        body = self._request(list(messages), {"tools": tools, **sampling})
         return await _collect(await self._service.start_turn(body, {}, "", time.monotonic()))
 
     async def _continue(self, prompt: str, sampling: dict[str, Any]) -> Answer:
-        messages = [{"role": "user", "content": prompt}]
-        body = convert_request({"model": self._text_model.name, "messages": messages, **sampling})
+        body = self._request([{"role": "user", "content": prompt}], sampling)
         return await _collect(await self._service.start_text(body, prompt, time.monotonic()))
+
+    def _request(self, messages: list[Any], fields: dict[str, Any]) -> ChatCompletionRequest:
+        for name in ("n", "stream"):
+            if name in fields:
+                raise errors.bad_request(f"{name} means nothing here: one call gives one whole answer.", name)
+        return convert_request({"model": self._text_model.name, "messages": messages, **fields})
 
 
 async def _collect(turn: Turn) -> Answer:

@@ -13,6 +13,7 @@ from live_server import CHAT, LiveServer, events, live_server, saying, user
 from scripted_engine import Script
 
 from turnkeep.engine.messages import Submit
+from turnkeep.server.chat_completions import convert_request
 from turnkeep.server.serve import drain
 from turnkeep.server.text_model import TextModel
 

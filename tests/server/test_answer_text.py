@@ -1,0 +1,109 @@
+"""From token ids to deltas: the same however the engine's events were cut, and nothing that may not be shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_server import END_TOKEN_ID, make_text_model
+
+from turnkeep.scheduler.request import SamplingParams
+from turnkeep.server.answer_text import AnswerText
+from turnkeep.server.turn_events import TurnDelta
+from turnkeep.server.turn_request import TurnRequest
+
+TEXT_MODEL = make_text_model()
+NAMES = frozenset({"f"})
+PIECES = [
+    "Hello", " there", " 😀", "é", "<think>", "</think>", "\n", "STOP", "ST",
+    '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>', "<tool_call>", "</tool_call>", "<", "{}",
+]  # fmt: skip
+
+
+def make(**fields: Any) -> AnswerText:
+    request = TurnRequest(
+        messages=[{"role": "user", "content": "x"}],
+        sampling=SamplingParams(max_new_tokens=100),
+        **{"tool_names": NAMES, **fields},
+    )
+    prompt = TEXT_MODEL.prepare(request, memory_key=None, now=0.0)
+    return AnswerText(TEXT_MODEL, request, prompt, (END_TOKEN_ID,), 0)
+
+
+def play(token_ids: list[int], sizes: list[int], reason: str = "stop", **fields: Any) -> AnswerText:
+    answer = make(**fields)
+    start = 0
+    for size in [*sizes, len(token_ids)]:
+        answer.push(token_ids[start : start + size], None)
+        start += size
+    answer.finish(reason)
+    return answer
+
+
+def shown(answer: AnswerText) -> tuple[Any, ...]:
+    message = answer.collected.message()
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    counts = (answer.num_output_tokens, answer.num_reasoning_tokens)
+    return message["content"], message.get("reasoning_content"), calls, answer.end_reason, counts
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=12),
+    sizes=st.lists(st.integers(1, 5), max_size=30),
+    reason=st.sampled_from(["stop", "length"]),
+    stops=st.sampled_from([(), ("STOP",), ("there", "{}")]),
+    parallel=st.booleans(),
+)
+def test_the_answer_does_not_depend_on_how_events_were_merged(
+    pieces: list[str], sizes: list[int], reason: str, stops: tuple[str, ...], parallel: bool
+) -> None:
+    token_ids = [*TEXT_MODEL.tokenizer.encode("".join(pieces)), END_TOKEN_ID]
+    fields = {"stop_strings": stops, "parallel_tool_calls": parallel}
+    whole = shown(play(token_ids, [], reason, **fields))
+    assert shown(play(token_ids, sizes, reason, **fields)) == whole
+    assert shown(play(token_ids, [1] * len(token_ids), reason, **fields)) == whole
+    assert "�" not in (whole[0] or "")
+    for stop in stops:
+        assert stop not in (whole[0] or "") + (whole[1] or "")
+
+
+def test_the_end_token_is_counted_and_not_shown() -> None:
+    token_ids = [*TEXT_MODEL.tokenizer.encode("Hi"), END_TOKEN_ID]
+    answer = play(token_ids, [])
+    assert answer.collected.message()["content"] == "Hi"
+    assert answer.num_output_tokens == len(token_ids)
+    assert answer.collected.token_ids == token_ids
+
+
+def test_an_incomplete_character_is_held_until_it_is_complete() -> None:
+    token_ids = TEXT_MODEL.tokenizer.encode("😀")
+    assert len(token_ids) > 1
+    answer = make()
+    assert all(delta.content == "" for delta in answer.push(token_ids[:-1], None))
+    assert [delta.content for delta in answer.push(token_ids[-1:], None)] == ["😀"]
+
+
+def test_what_follows_a_stop_string_is_known_but_not_part_of_the_answer() -> None:
+    token_ids = TEXT_MODEL.tokenizer.encode("one STOP two three")
+    answer = play(token_ids, [], stop_strings=("STOP",))
+    assert answer.is_stopped
+    assert answer.collected.message()["content"] == "one "
+    assert answer.output_ids == token_ids
+    assert answer.num_output_tokens < len(token_ids)
+    assert answer.end_reason == "stop"
+
+
+def test_reasoning_after_content_starts_a_delta_of_its_own() -> None:
+    answer = make()
+    deltas = answer.push(TEXT_MODEL.tokenizer.encode("first<think>then</think>last"), None)
+    kinds = [(bool(delta.content), bool(delta.reasoning)) for delta in deltas if not is_bare(delta)]
+    assert (True, True) not in kinds[:1]
+    answer.finish("stop")
+    assert answer.collected.message()["content"] == "firstlast"
+    assert answer.collected.message()["reasoning_content"] == "then"
+
+
+def is_bare(delta: TurnDelta) -> bool:
+    return not (delta.content or delta.reasoning or delta.tool_calls)
