@@ -36,6 +36,7 @@ class Branch:
     """num_turns counts finished turns, num_active open sequences (at most one continues a branch at a time)."""
 
     conversation: ConversationKey
+    inherited: Snapshot | None = None  # where it left another branch
     kept: dict[BoundaryKind, Snapshot] = field(default_factory=dict)
     open_turn: TurnHandle | None = None
     num_active: int = 0
@@ -79,7 +80,7 @@ class Retention:
         """The branch that a sequence resuming at `snapshot` (None: from nothing) belongs to; one more is active."""
         branch = self._continued(conversation, snapshot) if snapshot is not None else None
         if branch is None:
-            branch = Branch(conversation)
+            branch = Branch(conversation, snapshot)
             self._branches[branch] = None
             if conversation[1] is not None:
                 self._conversations.setdefault(conversation, []).append(branch)
@@ -103,7 +104,7 @@ class Retention:
     def release(self, branch: Branch) -> None:
         """The sequence on `branch` closed."""
         branch.num_active -= 1
-        self._discard_if_empty(branch)
+        self._discard_if_idle(branch)
 
     def keep(self, branch: Branch, snapshot: Snapshot, kind: BoundaryKind) -> None:
         """`branch` published (or found) `snapshot`; what it kept of that kind before is superseded."""
@@ -153,7 +154,7 @@ class Retention:
         older = branch.kept.get("turn_end")
         if older is not None and older.num_tokens > stable_tokens:
             self._let_go_of_kind(branch, "turn_end")
-        self._discard_if_empty(branch)
+        self._discard_if_idle(branch)
         is_useless = handle.is_own and not snapshot.keepers and snapshot.kind in PRIVATE_KINDS
         return snapshot if is_useless else None
 
@@ -165,7 +166,7 @@ class Retention:
             if branch.open_turn is not None and branch.open_turn.snapshot is snapshot:
                 branch.open_turn.is_settled = True
                 branch.open_turn = None
-            self._discard_if_empty(branch)
+            self._discard_if_idle(branch)
         snapshot.keepers.clear()
 
     def close_conversation(self, conversation: ConversationKey) -> None:
@@ -224,9 +225,14 @@ class Retention:
             self._let_go(branch, snapshot)
         self._remove(branch)
 
-    def _discard_if_empty(self, branch: Branch) -> None:
-        if not branch.num_active and not branch.snapshots():
-            self._remove(branch)
+    def _discard_if_idle(self, branch: Branch) -> None:
+        """A branch without a sequence goes when it has nothing left, or only what others keep anyway: a fork that
+        came to nothing leaves no trace, and a snapshot that many forked from has no endless list of keepers."""
+        if branch.num_active:
+            return
+        inherited = branch.inherited
+        if all(snapshot is inherited and len(snapshot.keepers) > 1 for snapshot in branch.snapshots()):
+            self._abandon(branch)
 
     def _remove(self, branch: Branch) -> None:
         self._branches.pop(branch, None)

@@ -8,7 +8,14 @@ import pytest
 from cache_driver import MODEL_KINDS, CacheDriver, ModelKind, Run
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.cache_manager import PrefixMatch, TurnHandle
@@ -193,7 +200,9 @@ class CacheMachine(RuleBasedStateMachine):
         if not has_grown:
             assert self.picture() == before
             is_alone = len(self.runs) == 1 and run.seq not in cache._copies
-            assert not (is_alone and cache.pages_for(capacity) <= cache.stats().num_pages), "alone, all pages are its own"
+            assert not (is_alone and cache.pages_for(capacity) <= cache.stats().num_pages), (
+                "alone, all pages are its own"
+            )
         return has_grown
 
     @precondition(lambda self: self.runs)

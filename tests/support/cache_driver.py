@@ -32,9 +32,7 @@ class FakeClock:
 def cache_spec(kind: ModelKind = "hybrid", page_size: int = 4) -> CacheSpec:
     kv = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
     state = StateSpec((StatePart("ssm", 1, (4,), "float32"),))
-    return CacheSpec(
-        page_size, kv if kind != "attention_free" else None, state if kind != "attention_only" else None
-    )
+    return CacheSpec(page_size, kv if kind != "attention_free" else None, state if kind != "attention_only" else None)
 
 
 def running_hashes(token_ids: Sequence[int]) -> list[int]:
@@ -96,9 +94,7 @@ class CacheDriver:
     def match(self, token_ids: Sequence[int], cache_root: str = "") -> PrefixMatch:
         return self.cache.match(cache_root, token_ids)
 
-    def open(
-        self, token_ids: Sequence[int], conversation_id: str | None = None, *, cache_root: str = ""
-    ) -> Run | None:
+    def open(self, token_ids: Sequence[int], conversation_id: str | None = None, *, cache_root: str = "") -> Run | None:
         """Match and open; None when there is no room."""
         return self.open_match(self.cache.match(cache_root, list(token_ids), conversation_id), conversation_id)
 
