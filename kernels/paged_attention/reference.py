@@ -129,8 +129,9 @@ def _attend_chunk(
     for start in range(0, num_tokens, block):
         end = min(start + block, num_tokens)
         visible = context_len + end  # later keys are masked for the whole block
-        positions = torch.arange(context_len + start, visible, device=q.device)
-        mask = torch.arange(visible, device=q.device) <= positions[:, None]  # [end - start, visible]
+        # Query i of the block sees keys up to context_len + start + i. Added to the scores, so it has their dtype.
+        mask = torch.full((end - start, visible), -torch.inf, dtype=q.dtype, device=q.device)
+        mask.triu_(context_len + start + 1)
         piece = functional.scaled_dot_product_attention(
             rows[:, :, start:end],
             keys[:, :, :visible],
