@@ -6,13 +6,16 @@ broken JSON as a call. What is no call stays text. The text is looked at once; p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from turnkeep.server.parsers.call_scanner import CallScanner, read_call
 from turnkeep.server.parsers.deltas import Delta, DeltaKind
 
 State = Literal["content", "reasoning", "call"]
+
+BLOCK_CHARS = 2048
 
 
 class OutputParser:
@@ -56,14 +59,12 @@ class OutputParser:
         self._call_origin: State = "content"
         self._before_call = ""
         self._deltas: list[Delta] = []
+        self._backlog: deque[str] = deque()  # text to look at after _text, in blocks, so that no step copies much
         self._is_final = False
 
     def push(self, text: str) -> list[Delta]:
         """Deltas that the next piece of text completes."""
-        if self._state == "call" and self._scanner.state == "open":
-            self._scan_call(text)
-        else:
-            self._text += text
+        self._backlog.extend(_blocks(text))
         return self._run()
 
     def finish(self, reason: str) -> list[Delta]:
@@ -81,14 +82,27 @@ class OutputParser:
 
     def _run(self) -> list[Delta]:
         steps = {"content": self._step_content, "reasoning": self._step_reasoning, "call": self._step_call}
-        while steps[self._state]():
-            pass
+        while True:
+            if steps[self._state]():
+                continue
+            if not self._backlog:
+                break
+            block = self._backlog.popleft()
+            if self._state == "call" and self._scanner.state == "open":
+                self._scan_call(block)
+            else:
+                self._text += block
         deltas, self._deltas = self._deltas, []
         return deltas
 
+    @property
+    def _at_end(self) -> bool:
+        """Whether nothing comes after the text at hand."""
+        return self._is_final and not self._backlog
+
     def _take_prefix(self) -> bool:
         """Take the expected prefix away. False: more text is needed to tell whether it is there."""
-        if self._prefix and not self._is_final and len(self._text) < len(self._prefix):
+        if self._prefix and not self._at_end and len(self._text) < len(self._prefix):
             if self._prefix.startswith(self._text):
                 return False
         elif self._prefix and self._text.startswith(self._prefix):
@@ -137,7 +151,7 @@ class OutputParser:
 
     def _num_ready(self, tags: Sequence[str]) -> int:
         """How much of the text can be delivered: not blanks at its end (they may belong to a tag), nor half a tag."""
-        if self._is_final:
+        if self._at_end:
             return len(self._text)
         longest = max(map(len, tags)) - 1
         end = len(self._text)
@@ -190,18 +204,19 @@ class OutputParser:
 
     def _step_call(self) -> bool:
         if self._scanner.state == "open":
-            if self._is_final:
-                self._reject_call()
-            return self._is_final
+            if not self._at_end:
+                return False
+            self._reject_call()
+            return True
         if self._scanner.state == "malformed":
             self._reject_call()
             return True
         following = self._text.lstrip()
         tags = (self._call_end, self._call)
-        if following.startswith(tags) or (self._is_final and not following):
+        if following.startswith(tags) or (self._at_end and not following):
             self._accept_call(following)
             return True
-        if any(tag.startswith(following) for tag in tags) and not self._is_final:
+        if any(tag.startswith(following) for tag in tags) and not self._at_end:
             return False
         self._reject_call()
         return True
@@ -236,14 +251,20 @@ class OutputParser:
 
     def _reject_call(self) -> None:
         """It was no call: its tag is text, and what follows is looked at again."""
-        text = "".join(self._call_parts) + self._text
+        self._backlog.appendleft(self._text)
+        self._backlog.extendleft(reversed(self._call_parts))
+        self._text = ""
+        self._call_parts = []
         self._state = self._call_origin
         if self._state == "reasoning":
             self._emit("reasoning", self._before_call + self._call)
         else:
             self._emit_content(self._before_call + self._call)
             self._keeps_call_end = True
-        self._text = text
+
+
+def _blocks(text: str) -> Iterator[str]:
+    return (text[start : start + BLOCK_CHARS] for start in range(0, len(text), BLOCK_CHARS))
 
 
 def _first_of(text: str, tags: Sequence[str]) -> tuple[int, str | None]:

@@ -18,9 +18,8 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 def reference_tokenizer(case: TextCase) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from transformers import PreTrainedTokenizerFast
-
         from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
 
         names = {key: case.template.special_tokens[key] for key in ("bos_token", "eos_token")}
         backend = Tokenizer.from_str(case.tokenizer_json)

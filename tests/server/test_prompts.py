@@ -143,7 +143,8 @@ def test_a_strict_template_gets_messages_it_can_take() -> None:
 def test_broken_arguments_in_a_history_are_rendered_by_a_template_that_wants_an_object() -> None:
     source = (
         "{% for m in messages %}{% for call in m.tool_calls or [] %}"
-        "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}{% endfor %}{% endfor %}"
+        "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}"
+        "{% endfor %}{% endfor %}"
     )
     encoder = PromptEncoder(ChatTemplate(source), text_case("chatml").tokenizer)
     calls = [{"function": {"name": "f", "arguments": "{broken"}}]
