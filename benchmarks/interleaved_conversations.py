@@ -115,14 +115,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     loop, ready = build_engine(config, events.append)
     desk = Desk(loop, events, arguments.tokens)
     dialogues = make_dialogues(arguments, generator, ready.vocab_size)
-    # Returning conversations come in random order; a conversation has at most one open turn.
-    idle = list(dialogues)
+    # A conversation has at most one open turn; which of the active ones returns next is random, and when one has had
+    # its last turn a new one takes its place.
+    coming = list(reversed(dialogues))
+    idle = [coming.pop() for _ in range(min(arguments.working_set, len(coming)))]
     start = time.perf_counter()
     while idle or desk.open:
-        while idle and len(desk.open) < arguments.running * 2:
-            desk.send(idle.pop(generator.randrange(min(len(idle), arguments.working_set))))
+        while idle and len(desk.open) < arguments.running + 1:
+            desk.send(idle.pop(generator.randrange(len(idle))))
         loop.step()
-        idle += [dialogue for dialogue in desk.take_events() if dialogue.turn < arguments.turns]
+        for dialogue in desk.take_events():
+            if dialogue.turn < arguments.turns:
+                idle.append(dialogue)
+            elif coming:
+                idle.append(coming.pop())
     elapsed_s = time.perf_counter() - start
     stats = loop._scheduler.cache_stats()
     loop._scheduler._cache.check()
@@ -146,7 +152,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--capacity", type=int, default=20, help="conversations that the memory holds")
     parser.add_argument(
-        "--working-set", type=int, default=30, help="idle conversations that the next turn is drawn from"
+        "--working-set", type=int, default=30, help="conversations that are active at a time"
     )
     parser.add_argument("--running", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8, help="generated tokens a turn")
