@@ -20,7 +20,9 @@ from turnkeep.server.chat_messages import Message, TemplateError, normalize_mess
 from turnkeep.server.chat_template import ChatTemplate
 from turnkeep.server.probes import (
     ANSWER_PROBES,
+    LOOP_PROBES,
     OPENING_PROBES,
+    Probe,
     continuations,
     count_leading_system,
     find_last_user,
@@ -37,12 +39,14 @@ NUM_FULL_ROUNDS = 3  # rounds with every probe before a class of conversations i
 MAX_CLASSES = 256
 MAX_TRUNKS = 64
 MAX_STARTS = 4096
+PROBES = {"turn": ANSWER_PROBES, "loop": LOOP_PROBES, "end": ()}
 
 
 @dataclass(slots=True)
 class _Class:
     """What was learnt of conversations alike: same template switches, tools or not, system text or not."""
 
+    probes: tuple[Probe, ...]
     num_rounds: int = 0
     worst: int = 0  # index of the probe that kept least
     next_other: int = 0  # the other probes take turns
@@ -56,7 +60,7 @@ class BoundaryCounters:
 
     num_failures: int = 0  # prompts for which no boundary could be found
     num_full_renderings: int = 0  # probes that had to render a whole long conversation
-    num_large_slack: int = 0  # boundaries that gave up more than MAX_SLACK_TOKENS for want of a delimiter
+    num_far_delimiters: int = 0  # boundaries set without a delimiter near the end of what is repeated
     num_unlike: int = 0  # classes whose short stand-in did not behave like the conversation
 
 
@@ -70,6 +74,7 @@ class BoundaryFinder:
         self._classes: OrderedDict[bytes, _Class] = OrderedDict()
         self._trunks: OrderedDict[bytes, str] = OrderedDict()
         self._starts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._changed_answers: OrderedDict[bytes, bool] = OrderedDict()
         self.counters = BoundaryCounters()
         self._lock = threading.Lock()  # the tables above are used by worker threads
 
@@ -88,7 +93,9 @@ class BoundaryFinder:
         prompt: EncodedPrompt | None = None,
         now: float | None = None,
     ) -> tuple[Boundary, ...]:
-        """trunk and turn_start of a prompt (with generation prompt) of canonical messages, ascending.
+        """trunk and turn_start of a prompt (with generation prompt) of canonical messages, ascending; and a turn_end
+        behind the newest tool result where calls do not come back as they were generated (a client that drops their
+        reasoning, a template that prints them otherwise): the loop's next request then resumes there.
 
         Every position is smaller than the number of tokens, so that the same prompt sent again can use it. Empty when
         the template refuses every probe.
@@ -103,6 +110,7 @@ class BoundaryFinder:
             with self._lock:
                 trunk = self._trunk(prompt, setting)
                 start = self._turn_start(prompt, setting)
+                tail = self._loop_tail(prompt, setting)
         except TemplateError:
             self.counters.num_failures += 1
             return ()
@@ -111,6 +119,8 @@ class BoundaryFinder:
             found.append(Boundary(trunk, "trunk"))
         if start is not None:
             found.append(Boundary(start, "turn_start"))
+        if tail is not None and tail > max(start or 0, trunk or 0):
+            found.append(Boundary(tail, "turn_end"))
         return tuple(sorted(found, key=lambda boundary: boundary.position))
 
     def turn_end(
@@ -142,7 +152,12 @@ class BoundaryFinder:
         ids = self._encoder.encode_after([prompt], text, marked, prompt.setting).token_ids
         if ids and ids[-1] not in self._tokenizer.special_ids:
             ids = ids[: max(0, len(ids) - UNSURE_TOKENS)]
-        return common_prefix_tokens(engine_ids, ids)
+        stable = common_prefix_tokens(engine_ids, ids)
+        if answer[0].get("tool_calls"):
+            key = _key(bool(tools), template_kwargs)
+            with self._lock:
+                _put(self._changed_answers, key, stable < len(engine_ids) - 1, MAX_CLASSES)
+        return stable
 
     def _trunk(self, prompt: EncodedPrompt, setting: RenderSetting) -> int | None:
         messages = prompt.guarded.messages
@@ -171,9 +186,11 @@ class BoundaryFinder:
             num_chars = self._known_start(key, prompt.text)
             if num_chars is None:
                 text = self._render(base, setting)
-                num_chars = min(self._stable_chars(base, text, setting), common_prefix_length(text, prompt.text))
+                num_chars = min(
+                    self._stable_chars("turn", base, text, setting), common_prefix_length(text, prompt.text)
+                )
         else:
-            num_chars = self._stable_chars(base, prompt.text, setting)
+            num_chars = self._stable_chars("turn", base, prompt.text, setting)
         _put(self._starts, key, (num_chars, hash(prompt.text[:num_chars])), MAX_STARTS)
         position = self._position(prompt, num_chars)
         return position or None
@@ -185,9 +202,22 @@ class BoundaryFinder:
             return None
         return known[0]
 
-    def _stable_chars(self, base: list[Message], text: str, setting: RenderSetting) -> int:
-        """How much of the prompt text of `base` every answer and its continuation repeats."""
-        known = self._class_of(base, setting, "start")
+    def _loop_tail(self, prompt: EncodedPrompt, setting: RenderSetting) -> int | None:
+        """How far every next call of a tool loop repeats the prompt, if calls are known to come back changed."""
+        messages = prompt.guarded.messages
+        if messages[-1]["role"] != "tool":
+            return None
+        turn = messages[find_last_user(messages) or 0 :]
+        drops_reasoning = self._encoder.template.reads_reasoning and any(
+            message.get("tool_calls") and not message.get("reasoning_content") for message in turn
+        )
+        if not drops_reasoning and not self._changed_answers.get(_key(bool(setting.tools), setting.template_kwargs)):
+            return None
+        return self._position(prompt, self._stable_chars("loop", messages, prompt.text, setting))
+
+    def _stable_chars(self, purpose: str, base: list[Message], text: str, setting: RenderSetting) -> int:
+        """How much of the prompt text of `base` its probes repeat: every answer and continuation, or every call."""
+        known = self._class_of(base, setting, purpose)
         short = shorten(base) if known.may_shorten else base
         if len(short) < len(base):
             lifted = self._stable_chars_by(short, base, text, known, setting)
@@ -208,7 +238,7 @@ class BoundaryFinder:
         if len(base) >= 2 * known.verified_length:
             known.verified_length = len(base)
             self.counters.num_full_renderings += 1
-            full = self._limit(base, text, [known.worst, 0], setting)[0]
+            full = self._limit(base, text, [known.probes[known.worst], known.probes[0]], setting)[0]
             if full is not None and full < lifted:
                 known.may_shorten = False
                 self.counters.num_unlike += 1
@@ -217,25 +247,25 @@ class BoundaryFinder:
 
     def _probe_answers(self, base: list[Message], text: str, known: _Class, setting: RenderSetting) -> int:
         if known.num_rounds < NUM_FULL_ROUNDS:
-            chosen = list(range(len(ANSWER_PROBES)))
+            chosen = list(range(len(known.probes)))
         else:
-            known.next_other = (known.next_other + 1) % len(ANSWER_PROBES)
+            known.next_other = (known.next_other + 1) % len(known.probes)
             chosen = [known.worst, known.next_other]
         known.num_rounds += 1
-        limit, worst = self._limit(base, text, chosen, setting)
+        limit, worst = self._limit(base, text, [known.probes[index] for index in chosen], setting)
         if limit is None:
             raise TemplateError("no continuation of this conversation can be rendered", "messages")
-        known.worst = worst
+        known.worst = chosen[worst]
         return limit
 
     def _limit(
-        self, base: list[Message], text: str, chosen: list[int], setting: RenderSetting
+        self, base: list[Message], text: str, probes: list[Probe], setting: RenderSetting
     ) -> tuple[int | None, int]:
-        """Shortest common prefix of a prompt text with its continuations, and the probe that gave it."""
+        """Shortest common prefix of a prompt text with its continuations, and the number of the probe that gave it."""
         limit, worst = None, 0
-        for index in dict.fromkeys(chosen):
+        for index, probe in enumerate(probes):
             try:
-                other = self._render([*base, *ANSWER_PROBES[index].messages], setting)
+                other = self._render([*base, *probe.messages], setting)
             except TemplateError:
                 continue
             shared = common_prefix_length(text, other)
@@ -298,7 +328,7 @@ class BoundaryFinder:
         )
         known = self._classes.get(key)
         if known is None:
-            known = _Class()
+            known = _Class(PROBES[purpose])
             _put(self._classes, key, known, MAX_CLASSES)
         return known
 
@@ -318,7 +348,8 @@ class BoundaryFinder:
         num_cuts = prompt.num_cuts_within(num_chars)
         position = prompt.cut_tokens[num_cuts - 1] if num_cuts else 0
         end = prompt.cut_ends[num_cuts - 1] if num_cuts else 0
-        if num_chars - end > MAX_SLACK_TOKENS:
+        if num_chars - end > MAX_SLACK_TOKENS:  # a token has at least about one character
+            self.counters.num_far_delimiters += 1
             start = prompt.cut_starts[num_cuts - 1] if num_cuts else 0
             first = position - 1 if num_cuts else 0
             ids = self._encoder.encode_piece(prompt.text[start:num_chars], prompt.guarded.guard)[0]

@@ -192,6 +192,11 @@ class ChatTemplate:
                 f"the chat template has a syntax error at line {error.lineno}: {error.message}"
             ) from None
 
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether the template prints the reasoning of messages at all."""
+        return bool(self._reasoning_keys)
+
     def render(
         self,
         messages: Sequence[Message],

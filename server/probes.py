@@ -65,6 +65,14 @@ ANSWER_PROBES: tuple[Probe, ...] = (
     Probe("late system", (_assistant("A"), {"role": "system", "content": "S"}, _user())),
 )
 
+# After a tool result: what goes on in the same turn.
+LOOP_PROBES: tuple[Probe, ...] = (
+    Probe("next call", (_assistant(calls=1), _tool())),
+    Probe("reasoned next call", (_assistant(reasoning="\n R", calls=1), _tool())),
+    Probe("spoken next call", (_assistant("\n\n A", reasoning="R", calls=1), _tool())),
+    Probe("two next calls", (_assistant("1", calls=2), _tool(0), _tool(1, "\nB"))),
+)
+
 # After the trunk: other conversations that begin alike.
 OPENING_PROBES: tuple[Probe, ...] = (
     Probe("letter", (_user("A"),)),

@@ -12,6 +12,7 @@ import pytest
 from text_fixtures import NOW, TEMPLATE_NAMES, TOOLS, RandomConversation, TextCase, common_prefix, text_case
 
 from turnkeep.server.boundaries import BoundaryFinder
+from turnkeep.server.chat_messages import normalize_messages
 from turnkeep.server.chat_template import ChatTemplate, TemplateError
 from turnkeep.server.prompts import EncodedPrompt, PromptEncoder
 
@@ -185,6 +186,51 @@ def test_an_append_only_template_keeps_the_whole_answer_and_a_stripping_one_fall
     keeping = {"keep_thinking": True}
     kept = bench.encoder.encode(messages, tools=TOOLS, template_kwargs=keeping)
     assert bench.finder.turn_end(messages, answering, TOOLS, keeping, engine_ids, prompt=kept) == len(engine_ids)
+
+
+def test_a_loop_whose_calls_come_back_without_reasoning_resumes_behind_the_newest_tool_result() -> None:
+    bench = Bench(text_case("demo"))
+    source = RandomConversation(7)
+    messages = source.history(1)
+    for _ in range(12):  # long enough to be probed through a short stand-in
+        call = source.answer(calls=True)
+        call.pop("reasoning_content", None)
+        messages = [*messages, call, *source.results(call)]
+        prompt = bench.prompt(messages, TOOLS)
+        found = bench.finder.prompt_boundaries(messages, TOOLS, None, prompt.token_ids, prompt=prompt)
+        assert [boundary.kind for boundary in found][-2:] == ["turn_start", "turn_end"]
+        shared = []
+        for calls in (True, True, True):
+            after = source.answer(calls=calls)
+            shared.append(
+                common_prefix(prompt.token_ids, bench.fresh_ids([*messages, after, *source.results(after)], TOOLS))
+            )
+        assert found[-1].position <= min(shared) <= found[-1].position + 2
+
+
+def test_a_loop_whose_calls_come_back_as_generated_needs_no_boundary_behind_tool_results() -> None:
+    bench = Bench(text_case("demo"))
+    source = RandomConversation(7)
+    messages = [source.user()]
+    for _ in range(3):
+        call = {**source.answer(calls=True), "reasoning_content": "look"}
+        messages = [*messages, call, *source.results(call)]
+        prompt = bench.prompt(messages, TOOLS)
+        assert "turn_end" not in bench.positions(messages, TOOLS, prompt)
+
+
+def test_a_template_that_prints_calls_otherwise_than_generated_is_noticed_at_the_first_one() -> None:
+    bench = Bench(text_case("chatml"))
+    messages = [{"role": "user", "content": "Go"}]
+    prompt = bench.prompt(messages, TOOLS)
+    function = {"name": "find_order", "arguments": '{"order":"7"}'}
+    answer = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": function}]}
+    # Generated without the blanks that the template prints.
+    text = '\n<tool_call>\n{"name":"find_order","arguments":{"order":"7"}}\n</tool_call><|im_end|>'
+    engine_ids = prompt.token_ids + bench.case.tokenizer.encode(text)
+    assert bench.finder.turn_end(messages, answer, TOOLS, None, engine_ids, prompt=prompt) < len(engine_ids) - 1
+    looped = normalize_messages([*messages, answer, {"role": "tool", "content": "found", "tool_call_id": "c"}])
+    assert "turn_end" in bench.positions(looped, TOOLS, bench.prompt(looped, TOOLS))
 
 
 def test_an_answer_cut_by_the_length_limit_is_kept_where_the_text_tokenizes_alike() -> None:
