@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+import numpy as np
 import torch
 
 from turnkeep.cache.copies import PageCopy, RowCopy
 from turnkeep.cache.spec import CacheSpec
 from turnkeep.kernels.forward_batch import CacheTensors
 from turnkeep.kernels.row_copy import copy_page_slots, copy_rows
+
+ALIGNMENT_BYTES = 64  # of torch's own CPU tensors
 
 
 class CacheStorage:
@@ -45,16 +49,23 @@ def _allocate_pages(spec: CacheSpec, num_pages: int, device: torch.device | str)
         return []
     shape = (2, num_pages, spec.page_size, spec.kv.num_kv_heads, spec.kv.head_dim)
     dtype = getattr(torch, spec.kv.dtype)
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.kv.num_layers)]
+    return [_zeros(shape, dtype, device) for _ in range(spec.kv.num_layers)]
 
 
 def _allocate_rows(spec: CacheSpec, num_rows: int, device: torch.device | str) -> dict[str, list[torch.Tensor]]:
     if spec.state is None:
         return {}
     return {
-        part.name: [
-            torch.zeros((num_rows, *part.shape), dtype=getattr(torch, part.dtype), device=device)
-            for _ in range(part.num_layers)
-        ]
+        part.name: [_zeros((num_rows, *part.shape), getattr(torch, part.dtype), device) for _ in range(part.num_layers)]
         for part in spec.state.parts
     }
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Zeros that take memory only once they are written: torch.zeros touches every byte of a CPU tensor, numpy maps."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = prod(shape) * dtype.itemsize
+    buffer = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT_BYTES, dtype=np.uint8))
+    start = -buffer.data_ptr() % ALIGNMENT_BYTES
+    return buffer[start : start + num_bytes].view(dtype).view(shape)

@@ -90,11 +90,11 @@ def test_cache_hits_give_the_same_tokens(case: Case) -> None:
 @pytest.mark.parametrize("kind", ["hybrid", "attention_only"])  # without attention no page can be short
 def test_suspension_gives_the_same_tokens(kind: TinyKind, sampling: dict[str, float]) -> None:
     requests = [
-        submit(f"r{index}", prompt, 100, boundaries=[(9, "trunk")], **sampling)
-        for index, prompt in enumerate(prompts())
+        submit(f"r{index}", prompt, 85, boundaries=[(9, "trunk")], **sampling)
+        for index, prompt in enumerate(prompts(3))
     ]
     expected = run_each(make_loop(kind, prefix_caching=False), requests)
-    bench = make_loop(kind, num_pages=70)
+    bench = make_loop(kind, num_pages=40)
     assert run_together(bench, requests) == expected
     assert bench.stats().counters["num_suspensions"] > 0
     assert bench.finished("r0").num_suspensions == 0
