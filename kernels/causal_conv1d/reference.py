@@ -36,8 +36,9 @@ def causal_conv1d_reference(
     wide = inputs.to(torch.float32)
     total = max(inputs.shape[0] - tail, 0)
     y = wide[:total] * taps[0]
+    product = torch.empty_like(y)
     for m in range(1, width):
-        y += wide[m : m + total] * taps[m]
+        y += torch.mul(wide[m : m + total], taps[m], out=product)
     if len(seq_lens) != 1:  # drop the rows that start inside a window
         kept = [y[start : start + length] for start, length in zip(starts, seq_lens, strict=False)]
         y = torch.cat(kept) if kept else y[:num_tokens]

@@ -14,6 +14,8 @@ from torch.nn import functional
 
 # A prefill chunk with context needs an explicit mask: queries are cut so that a mask stays below this many elements.
 MAX_MASK_ELEMENTS = 1 << 21
+# Decodes with fewer tokens of context share one call with others of similar length.
+MAX_GROUPED_TOKENS = 512
 
 
 def write_kv_reference(kv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -36,7 +38,7 @@ def paged_attention_reference(
     if num_decodes == 1 and len(seq_lens) == 1:
         return _attend_one(q, kv, page_table[0], context_lens[0] + 1, scale)
     out = torch.empty_like(q)
-    for requests in _similar_lengths(context_lens[:num_decodes], kv.shape[2]):
+    for requests in _decode_groups(context_lens[:num_decodes], kv.shape[2]):
         if len(requests) == 1:
             (r,) = requests
             out[r] = _attend_one(q[r : r + 1], kv, page_table[r], context_lens[r] + 1, scale)[0]
@@ -53,11 +55,18 @@ def paged_attention_reference(
     return out
 
 
-def _similar_lengths(context_lens: Sequence[int], page_size: int) -> list[list[int]]:
-    """Group requests whose page counts share a power of two, so that padding at most doubles what is gathered."""
-    groups: dict[int, list[int]] = {}
+def _decode_groups(context_lens: Sequence[int], page_size: int) -> list[list[int]]:
+    """Group decodes with short contexts whose page counts are within a factor of four; long ones stay alone.
+
+    A group pays for copying and padding its keys, a request alone for its own calls.
+    """
+    groups: dict[tuple[str, int], list[int]] = {}
     for r, context_len in enumerate(context_lens):
-        groups.setdefault((context_len // page_size).bit_length(), []).append(r)
+        if context_len < MAX_GROUPED_TOKENS:
+            key = ("short", ((context_len // page_size).bit_length() + 1) // 2)
+        else:
+            key = ("long", r)
+        groups.setdefault(key, []).append(r)
     return list(groups.values())
 
 

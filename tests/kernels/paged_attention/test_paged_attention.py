@@ -86,8 +86,8 @@ def test_single_decode_matches_the_plain_loop(context_len: int, shuffled: bool) 
 
 
 def test_decodes_of_very_different_lengths_match_the_plain_loop() -> None:
-    requests = Requests([1] * 9, [1, 500, 2, 3, 60, 499, 64, 8, 130])
-    assert_close(requests.attend(num_decodes=9), requests.expected())
+    requests = Requests([1] * 11, [1, 500, 2, 3, 700, 60, 499, 64, 511, 8, 512])
+    assert_close(requests.attend(num_decodes=11), requests.expected())
 
 
 def test_decode_and_prefill_paths_agree() -> None:
