@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.cache_manager import CacheManager, PrefixMatch, SequenceCache, TurnHandle
 from turnkeep.cache.page_node import PageNode
@@ -35,9 +37,14 @@ def cache_spec(kind: ModelKind = "hybrid", page_size: int = 4) -> CacheSpec:
     return CacheSpec(page_size, kv if kind != "attention_free" else None, state if kind != "attention_only" else None)
 
 
-def running_hashes(token_ids: Sequence[int]) -> list[int]:
-    """Hash of each prefix; the empty one first."""
-    hashes = [_EMPTY]
+def decode_tokens(key: bytes) -> list[int]:
+    """The tokens of a tree key."""
+    return [int(token_id) for token_id in np.frombuffer(key, ">u4")]
+
+
+def running_hashes(token_ids: Sequence[int], history: int = _EMPTY) -> list[int]:
+    """Hash of a history and of what it becomes with each further token."""
+    hashes = [history]
     for token_id in token_ids:
         hashes.append((hashes[-1] * 1_000_003 + token_id + 1) % ((1 << 61) - 1))
     return hashes
@@ -228,14 +235,18 @@ class CacheDriver:
         if not self.checks:
             return
         self.cache.check()
-        for path, node in self.nodes():
-            hashes = running_hashes(path)
-            if self.cache.has_pages:
-                for position in range(node.start, node.end):
-                    content = self.cells[node.page][position - node.start]
-                    assert content == hashes[position + 1], f"page {node.page} holds something else at {position}"
-            for snapshot in node.snapshots.values():
-                assert self.rows[snapshot.row] == hashes[snapshot.num_tokens], f"row {snapshot.row} holds another state"
+        waiting: list[tuple[int, PageNode]] = [(_EMPTY, root) for root in self.cache._tree.roots.values()]
+        while waiting:
+            history, parent = waiting.pop()
+            for node in parent.children.values():
+                hashes = running_hashes(decode_tokens(node.key), history)
+                if self.cache.has_pages:
+                    content = self.cells[node.page][: node.end - node.start]
+                    assert content == hashes[1:], f"page {node.page} does not hold [{node.start}, {node.end})"
+                for snapshot in node.snapshots.values():
+                    state = self.rows[snapshot.row]
+                    assert state == hashes[snapshot.num_tokens - node.start], f"row {snapshot.row} holds another state"
+                waiting.append((hashes[-1], node))
 
     def nodes(self, cache_root: str | None = None) -> list[tuple[list[int], PageNode]]:
         """Every page node with the tokens from its root to its end."""
@@ -246,10 +257,7 @@ class CacheDriver:
                 while waiting:
                     path, node = waiting.pop()
                     for child in node.children.values():
-                        tokens = [
-                            int.from_bytes(child.key[start : start + 4], "big") for start in range(0, len(child.key), 4)
-                        ]
-                        waiting.append(([*path, *tokens], child))
+                        waiting.append(([*path, *decode_tokens(child.key)], child))
                         found.append(waiting[-1])
         return found
 
