@@ -14,6 +14,7 @@ from scripted_engine import Script
 
 from turnkeep.engine.messages import Submit
 from turnkeep.server.chat_completions import convert_request
+from turnkeep.server.engine_supervisor import HANG_S
 from turnkeep.server.serve import drain
 from turnkeep.server.text_model import TextModel
 
@@ -188,6 +189,17 @@ async def test_an_engine_that_does_not_come_back_is_tried_again(text_model: Text
         server.engine.die()
         await server.until(lambda: len(server.engines) == 4 and server.supervisor.is_ready)
         assert (await server.chat())[0] == 200
+
+
+async def test_an_engine_that_hangs_is_replaced(text_model: TextModel) -> None:
+    script = saying(text_model, "Hi", pause_after=1, resume=asyncio.Event())
+    async with live_server(script, text_model=text_model) as server:
+        waiting = asyncio.create_task(server.chat())
+        await server.engine.wait_until(lambda: server.engine.num_playing == 1)
+        server.engine.silent_s = HANG_S + 1
+        assert (await waiting)[0] == 503
+        await server.until(lambda: len(server.engines) == 2 and server.supervisor.is_ready)
+        assert not server.engines[0].alive
 
 
 async def test_draining_refuses_new_turns_and_lets_running_ones_finish(text_model: TextModel) -> None:

@@ -55,11 +55,16 @@ class ScriptedEngine(LocalHandle):
         self.ended_turns: dict[str, int] = {}
         self.closed_conversations: list[str] = []
         self.start_error: str | None = None
+        self.silent_s = 0.0  # how long it seems not to have been heard of
         self.counters: dict[str, float] = {"snapshots_created": 0.0}
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        return self.silent_s
 
     async def start(self) -> Ready:
         if self.start_error is not None:
