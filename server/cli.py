@@ -17,10 +17,10 @@ import msgspec
 from aiohttp import ClientError
 
 import turnkeep
+from turnkeep.clients.chat_client import RequestFailedError
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.handle import EngineStartError
 from turnkeep.models.catalog import MODEL_NAMES, ModelFilesError, ModelNotFound
-from turnkeep.server.chat_client import RequestFailedError
 from turnkeep.server.config import DEFAULT_HOST, DEFAULT_PORT, ServerConfig, parse_size
 from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging

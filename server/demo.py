@@ -9,10 +9,10 @@ import aiohttp
 from rich.console import Console
 from rich.markup import escape
 
+from turnkeep.clients.chat_client import ChatClient, Reply
 from turnkeep.models.demo.generator import conversation
 from turnkeep.models.demo.order_desk import OrderDesk
 from turnkeep.models.demo.script import Turn
-from turnkeep.server.chat_client import ChatClient, Reply
 
 MAX_TOOL_ROUNDS = 8
 HEADER = "turn request  prompt  reused recomputed generated  TTFT ms  what"

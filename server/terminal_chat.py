@@ -11,8 +11,8 @@ import aiohttp
 from rich.console import Console
 from rich.markup import escape
 
+from turnkeep.clients.chat_client import ChatClient, Reply, RequestFailedError
 from turnkeep.models.demo.order_desk import SYSTEM_PROMPT, TOOLS, OrderDesk
-from turnkeep.server.chat_client import ChatClient, Reply, RequestFailedError
 
 MAX_TOOL_ROUNDS = 8
 HELP = "Type a message. /new starts over, /quit (or Ctrl-D) leaves."

@@ -12,12 +12,12 @@ from live_server import live_server, saying, user
 from rich.console import Console
 from scripted_engine import Script
 
+from turnkeep.clients.chat_client import ChatClient, RequestFailedError
 from turnkeep.engine.messages import Submit
 from turnkeep.models.demo.generator import conversation
 from turnkeep.models.demo.order_desk import TOOLS, OrderDesk
 from turnkeep.models.demo.rendering import render_message
 from turnkeep.server import demo, terminal_chat
-from turnkeep.server.chat_client import ChatClient, RequestFailedError
 from turnkeep.server.text_model import TextModel
 
 CHAT_OPTIONS = argparse.Namespace(system=None, no_tools=False, temperature=0.0)
