@@ -75,12 +75,13 @@ class PrefixSearch:
         rest = encoded[node.end * TOKEN_BYTES : min(limit, node.end + self._tree.page_size) * TOKEN_BYTES]
         tail, num_common = self._tree.closest_child(node, rest)
         num_matched = num_tokens = node.end + num_common
-        snapshot, path = None, node
+        snapshot: Snapshot | None = None
+        path: PageNode = node
         if self._needs_snapshot:
             snapshot = self._tree.deepest_snapshot(node, encoded, limit)
             path, tail = (root, None) if snapshot is None else self._place(snapshot)
             num_tokens = 0 if snapshot is None else snapshot.num_tokens
-        num_evicted = self._memory.deepest(node.digest, encoded, node.end, limit)
+        num_evicted = self._memory.deepest(path.digest, encoded, path.end, limit)
         return PrefixMatch(
             cache_root,
             token_ids,

@@ -181,6 +181,17 @@ def test_a_loss_by_eviction_is_told_from_one_without_a_snapshot(kind: ModelKind)
     assert driver.match([*known, 3], "other").loss_reason == "none"
 
 
+def test_a_loss_by_eviction_is_known_where_pages_stayed_for_others() -> None:
+    driver = CacheDriver(page_size=4, num_rows=3)
+    driver.turn(list(range(30)), [1], turn_start=18)
+    other = driver.open([90] * 3)
+    assert other is not None
+    assert driver.step(other, None, [(2, "trunk")])  # takes the row of the turn start
+    match = driver.match([*range(25), 77])
+    assert (match.num_tokens, match.num_matched_tokens, match.num_evicted_tokens) == (0, 25, 18)
+    assert match.loss_reason == "evicted"
+
+
 def test_lost_and_reused_tokens_are_counted_once_per_request() -> None:
     driver = CacheDriver(page_size=4)
     known = driver.turn(list(range(20)), [1, 2], turn_start=8).token_ids
