@@ -19,7 +19,7 @@ from turnkeep.engine.channel import EngineChannel, ServerGone
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.framing import decode_message
 from turnkeep.engine.heartbeat import HEARTBEAT_PERIOD_S, Heartbeat
-from turnkeep.engine.loop import EngineLoop
+from turnkeep.engine.loop import EngineFailure, EngineLoop
 from turnkeep.engine.messages import Failed, FromEngine, Loading, Ready, Stats, ToEngine
 
 log = logging.getLogger(__name__)
@@ -47,11 +47,16 @@ class EngineProcess:
             _calm_garbage_collector()
             self._heartbeat.status = loop.stats()
             self._channel.send((ready,))
-            self._serve(loop)
-            self._heartbeat.stop()
-            self._channel.finish(FINISH_TIMEOUT_S)
+            try:
+                self._serve(loop)
+            finally:  # also when the engine fails: its last events say why
+                self._heartbeat.stop()
+                self._channel.finish(FINISH_TIMEOUT_S)
         except ServerGone as gone:
             log.info("leaving: %s", gone)
+        except EngineFailure:
+            log.exception("the engine ended")
+            return 1
         return 0
 
     def _read_config(self) -> EngineConfig:
