@@ -15,6 +15,7 @@ from collections.abc import Callable
 from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.commit import Committer
 from turnkeep.cache.conservation import check_conservation
+from turnkeep.cache.conversation_leaves import ConversationLeaves
 from turnkeep.cache.copies import PageCopy, RowCopy
 from turnkeep.cache.eviction import EvictionPolicy, LRUPolicy
 from turnkeep.cache.opening import Opener
@@ -76,6 +77,7 @@ class CacheManager:
         self._search = PrefixSearch(self._tree, self._reclaimer.memory, needs_snapshot=self.has_state)
         self._committer = Committer(spec.page_size, self._reclaimer, self._counters)
         self._retention = Retention(self._reclaimer, max_branches=max_branches)
+        self._leaves = ConversationLeaves(self._reclaimer)
         self._reclaimer.on_removed = self._retention.forget
         self._copies = PendingCopies(self._reclaimer)
         self._opener = Opener(
@@ -133,6 +135,8 @@ class CacheManager:
         if opened is None:
             return None
         seq, match = opened
+        if conversation_id is not None:
+            seq.conversation = (match.cache_root, conversation_id)
         if self.has_state and self.prefix_caching:
             seq.branch = self._retention.resume((match.cache_root, conversation_id), match.snapshot)
         self._open.add(seq)
@@ -247,6 +251,8 @@ class CacheManager:
             snapshot, is_new = self._committer.publish_snapshot(seq, token_ids, position, row, "turn_end")
             assert snapshot is not None
             handle = self._retention.begin_turn_end(seq.branch, snapshot, is_own=is_new)
+        elif seq.conversation is not None and not self.has_state and self.prefix_caching:
+            self._leaves.finished(seq.conversation, seq.tail or seq.path)
         self.close(seq)
         return handle
 
@@ -295,8 +301,9 @@ class CacheManager:
             self._retention.release(seq.branch)
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
-        """It will not return: snapshots that only it kept become the first victims. Unknown ones are ignored."""
+        """It will not return: what only it kept becomes the first victim. Unknown ones are ignored."""
         self._retention.close_conversation((cache_root, conversation_id))
+        self._leaves.close((cache_root, conversation_id))
 
     def clear(self) -> None:
         """Evict everything that no open sequence holds."""

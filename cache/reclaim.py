@@ -194,6 +194,11 @@ class Reclaimer:
             self.tree.remove(node)
             node = parent
 
+    def supersede_page(self, node: PageNode) -> None:
+        """For models without state: an unpinned page is among the first victims until a sequence uses it again."""
+        node.is_superseded = True
+        self._policy.changed(node)
+
     def leaf_unpinned(self, node: PageNode) -> None:
         if not self.has_state:
             self._policy.added(node)

@@ -44,6 +44,7 @@ class SequenceCache:
     num_pages: int = 0
     tail: PageNode | None = None
     resumed_from: Snapshot | None = None  # pinned until the sequence publishes a deeper one
+    conversation: tuple[str, str] | None = None  # cache root and conversation id, where it has one
     branch: Branch | None = None
     exports: list[Export] = field(default_factory=list)
     is_closed: bool = False

@@ -214,6 +214,27 @@ def test_closing_a_conversation_makes_what_only_it_kept_the_first_victims() -> N
     assert driver.match([7] * 21).num_tokens == 0
 
 
+def test_closing_a_conversation_of_a_model_without_state_frees_its_pages_first() -> None:
+    driver = CacheDriver("attention_only", num_pages=18)
+    trunk = [1] * 8
+    driver.turn([*trunk, *([2] * 12)], [1], "old")
+    driver.turn([*trunk, *([3] * 12)], [1], "closed")
+    driver.turn([*trunk, *([4] * 12)], [1], "used again")
+    for conversation_id in ("closed", "used again", "unknown"):
+        driver.cache.close_conversation("", conversation_id)
+    back = driver.open([*trunk, *([4] * 12), 5], "used again")
+    assert back is not None
+    driver.run_copies()
+    driver.cache.close(back.seq)
+    driver.check()
+    other = driver.open([9] * 40)
+    assert other is not None
+    assert driver.step(other)  # 10 pages: 7 are free, 3 must go
+    assert driver.match([*trunk, *([2] * 13)]).num_tokens == 20
+    assert driver.match([*trunk, *([4] * 13)]).num_tokens == 20
+    assert driver.match([*trunk, *([3] * 13)]).num_tokens == 8
+
+
 def test_a_request_that_runs_while_its_conversation_is_closed_keeps_nothing_in_the_way() -> None:
     driver = CacheDriver()
     run = driver.open(PROMPT, "c")
