@@ -76,7 +76,10 @@ class EngineProcess:
         except ServerGone:
             raise
         except Exception as error:
-            log.exception("the engine cannot start")
+            # What a user can mend (model not found, not enough memory, ...) is a ValueError or an OSError whose
+            # message says it all; the server shows that as one line.
+            expected = isinstance(error, (ValueError, OSError, LookupError, ImportError))
+            log.log(logging.DEBUG if expected else logging.ERROR, "the engine cannot start", exc_info=error)
             self._heartbeat.stop()
             self._channel.put(Failed(str(error) or type(error).__name__))
             self._channel.finish(FINISH_TIMEOUT_S)
@@ -122,7 +125,8 @@ def main() -> int:
     """Entry point."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when the engine leaves
     os.dup2(2, 1)  # whatever a library prints must not mix with the server's output
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s")
+    level = logging.getLevelNamesMapping().get(os.environ.get("TURNKEEP_LOG_LEVEL", "info").upper(), logging.INFO)
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s")
     connection = socket.socket(fileno=int(sys.argv[1]))
     channel = EngineChannel(connection)
     try:
@@ -132,4 +136,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    # Nothing is left to save, and tearing torch down takes seconds that the server's shutdown would wait for.
+    os._exit(status)
