@@ -16,7 +16,7 @@ from turnkeep.server.chat_messages import normalize_messages
 from turnkeep.server.chat_template import ChatTemplate, TemplateError
 from turnkeep.server.prompts import EncodedPrompt, PromptEncoder
 
-NUM_HISTORIES = int(os.environ.get("TURNKEEP_BOUNDARY_HISTORIES", "15"))
+NUM_HISTORIES = int(os.environ.get("TURNKEEP_BOUNDARY_HISTORIES", "12"))
 FIRST_SEED = int(os.environ.get("TURNKEEP_BOUNDARY_SEED", "1000"))
 NUM_CONTINUATIONS = 6
 MAX_SLACK = 16

