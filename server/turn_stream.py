@@ -1,0 +1,101 @@
+"""Writes the events of a turn as a stream, whatever the API shape: keep-alives, slow starts, broken streams.
+
+The status is sent when the turn is admitted, so that a refusal still gets a real status; after a while of waiting it is
+sent all the same, because proxies cut silent connections. A stream that breaks is never ended cleanly: clients would
+take what they have for the whole answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Protocol
+
+from aiohttp import web
+
+from turnkeep.server import errors, event_stream
+from turnkeep.server.config import ServerConfig
+from turnkeep.server.http_guard import REQUEST_ID
+from turnkeep.server.metrics import ServerMetrics
+from turnkeep.server.turn_events import TurnEvent
+
+log = logging.getLogger(__name__)
+
+
+class EventSource(Protocol):
+    """Where the events come from: a Turn, or several."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing more will come."""
+
+    async def next_events(self, timeout_s: float | None) -> list[TurnEvent]:
+        """As Turn.next_events."""
+
+
+class StreamShape(Protocol):
+    """How one API writes events. The frames are made in the order of the calls."""
+
+    def encode(self, events: list[TurnEvent]) -> bytes:
+        """The frames of some events; empty when there is nothing that this client wants to see."""
+
+    def end(self) -> bytes:
+        """The frames after the last event."""
+
+    def broken(self, error: errors.ApiError) -> bytes:
+        """The frame that says why the stream ends early."""
+
+
+class TurnStream:
+    """Streams turns over HTTP; one instance serves all requests."""
+
+    def __init__(self, config: ServerConfig, metrics: ServerMetrics) -> None:
+        self._config = config
+        self._metrics = metrics
+
+    async def write(self, request: web.Request, source: EventSource, shape: StreamShape) -> web.StreamResponse:
+        """The whole stream. Raises ApiError while the status is still open: a refusal comes before anything else."""
+        events = await source.next_events(self._config.status_delay_s)
+        response = web.StreamResponse(headers=event_stream.HEADERS)
+        try:
+            await response.prepare(request)
+            await self._write_events(response, source, shape, events)
+        except ConnectionError:
+            log.info("request %s: the client went away", request[REQUEST_ID])
+        except errors.ApiError as error:
+            await self._break_off(request, response, shape, error)
+        except Exception:
+            log.exception("request %s failed after its answer had begun", request[REQUEST_ID])
+            await self._break_off(request, response, shape, errors.internal())
+        return response
+
+    async def _write_events(
+        self, response: web.StreamResponse, source: EventSource, shape: StreamShape, events: list[TurnEvent]
+    ) -> None:
+        last_write_s = -math.inf
+        while True:
+            data = shape.encode(events)
+            if source.is_complete:
+                # In one write with the end of the body: clients stop reading at the last event.
+                await response.write_eof(data + shape.end())
+                return
+            silent_s = time.monotonic() - last_write_s
+            if not data and silent_s >= self._config.comment_interval_s:
+                data = event_stream.KEEP_ALIVE
+            if data:
+                await response.write(data)
+                last_write_s, silent_s = time.monotonic(), 0.0
+            events = await source.next_events(self._config.comment_interval_s - silent_s)
+
+    async def _break_off(
+        self, request: web.Request, response: web.StreamResponse, shape: StreamShape, error: errors.ApiError
+    ) -> None:
+        """Say what happened in the stream, then close the connection without the end that HTTP asks for."""
+        self._metrics.errors.labels(str(error.status)).inc()
+        try:
+            await response.write(shape.broken(error))
+        except ConnectionError:
+            return
+        if request.transport is not None:
+            request.transport.close()
