@@ -45,7 +45,7 @@ MAX_ERROR_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What one rendering may cost."""
+    """What one rendering may cost. max_s: processor time of its thread, so that a busy machine refuses nothing."""
 
     max_s: float = 2.0
     max_chars: int = 16 * 1024 * 1024
@@ -129,7 +129,7 @@ def _check_namespace_name(name: object) -> None:
 
 def _tick() -> None:
     state = _rendering.get()
-    if state is not None and time.monotonic() > state.deadline_s:
+    if state is not None and time.thread_time() > state.deadline_s:
         raise _LimitExceeded("rendering takes too long")
 
 
@@ -217,7 +217,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         state = _Rendering(
-            time.monotonic() + self.limits.max_s, self.limits.max_chars, self._clock() if now is None else now
+            time.thread_time() + self.limits.max_s, self.limits.max_chars, self._clock() if now is None else now
         )
         token = _rendering.set(state)
         try:
