@@ -20,6 +20,9 @@ from turnkeep.models.demo.rendering import TokenSpan, TurnEncoder, concatenate, 
 # Seeds below this are for evaluation and demonstration, never for training.
 FIRST_TRAINING_SEED = 1_000_000
 
+# Recalling is learned last, so half of the conversations are mostly about that.
+MEMORY_SHARE = 0.7
+
 SYSTEM_PROMPTS = (
     SYSTEM_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPT, None, "You are a helpful assistant.",
     "You are a helpful agent.", "You work at the order desk. Be brief.",
@@ -37,7 +40,12 @@ class Phase:
 def fill_conversation(seed: int, length: int, encoder: TurnEncoder, *, keep_reasoning: bool) -> TokenSpan:
     """One conversation with as many turns as fit into `length` tokens, at least one."""
     rng = random.Random(f"training-{seed}")
-    writer = ConversationWriter(seed, with_tools=rng.random() < 0.92, system=rng.choice(SYSTEM_PROMPTS))
+    writer = ConversationWriter(
+        seed,
+        with_tools=rng.random() < 0.92,
+        system=rng.choice(SYSTEM_PROMPTS),
+        memory_share=rng.choice((0.0, MEMORY_SHARE)),
+    )
     spans = [encoder.context(render_system(writer.system, writer.tools))]
     total, last = len(spans[0]), None
     while True:

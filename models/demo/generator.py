@@ -34,14 +34,26 @@ class _Fact:
 
 
 class ConversationWriter:
-    """Writes one conversation turn by turn. `with_tools=False` gives an agent that must say it has none."""
+    """Writes one conversation turn by turn.
 
-    def __init__(self, seed: int, *, with_tools: bool = True, system: str | None = SYSTEM_PROMPT) -> None:
+    `with_tools=False` gives an agent that must say it has none. `memory_share` is the share of turns that are made
+    to be about facts, on top of those that are anyway.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        with_tools: bool = True,
+        system: str | None = SYSTEM_PROMPT,
+        memory_share: float = 0.0,
+    ) -> None:
         self.seed = seed
         self.system = system
         self.tools = TOOLS if with_tools else None
         self.desk = OrderDesk(seed)
         self._rng = random.Random(f"conversation-{seed}")
+        self._memory_share = memory_share
         self._facts: list[_Fact] = []
         self._num_turns = 0
         self._num_calls = 0
@@ -74,6 +86,8 @@ class ConversationWriter:
         rng, num_facts = self._rng, len(self._facts)
         if self._num_turns == 0 and rng.random() < 0.25:
             return "small_talk"
+        if self._memory_share and rng.random() < self._memory_share:
+            return self._choose_memory_kind()
         draw = rng.random()
         if num_facts < 5 and draw < 0.65:
             return "tell"
@@ -90,6 +104,12 @@ class ConversationWriter:
         if self.desk.num_free_orders:
             kinds += ["create", "create"]
         return rng.choice(kinds)
+
+    def _choose_memory_kind(self) -> str:
+        num_facts, draw = len(self._facts), self._rng.random()
+        if num_facts == 0 or draw < (0.6 if num_facts < 8 else 0.15 if num_facts < MAX_FACTS else 0.0):
+            return "tell"
+        return "recall_unknown" if draw > 0.92 else "recall"
 
     def _say(self, *phrasings: str, prefixes: tuple[str, ...] = ("", "", "", "", "Please: ")) -> None:
         self._turn.user = self._rng.choice(prefixes) + self._rng.choice(phrasings)

@@ -79,6 +79,7 @@ def export(model: DemoModel, directory: Path) -> None:
     tensors = {name: value.detach().to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
     partial = directory / "model.safetensors.part"
     save_file(tensors, str(partial), metadata={"format": "pt"})
+    partial.chmod(0o644)
     os.replace(partial, directory / "model.safetensors")
 
 
