@@ -32,7 +32,11 @@ LoopBuilder = Callable[[EngineConfig, Callable[[FromEngine], None]], "tuple[Engi
 
 
 def build_from_model(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> tuple[EngineLoop, Ready]:
-    """The default builder: load the configured model. Imports torch."""
+    """The default builder: load the configured model, which imports torch, or follow the configured script."""
+    if config.script is not None:
+        from turnkeep.engine.scripted import build_scripted_engine
+
+        return build_scripted_engine(config, outbox)
     if "torch" not in sys.modules:  # the OpenMP runtime reads its variables at that import
         os.environ.update(engine_environment(config.num_threads, os.environ))
     from turnkeep.engine.factory import build_engine

@@ -70,8 +70,10 @@ class EngineProcess:
     def _build(self, config: EngineConfig) -> tuple[EngineLoop, Ready] | None:
         """Load the model. None when that failed and the server was told why."""
         try:
-            from turnkeep.engine.factory import build_engine
-
+            if config.script is not None:
+                from turnkeep.engine.scripted import build_scripted_engine as build_engine
+            else:
+                from turnkeep.engine.factory import build_engine
             return build_engine(config, self._put)
         except ServerGone:
             raise

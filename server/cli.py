@@ -87,6 +87,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(MODEL_NAMES)
     model = parser.add_argument_group("model and engine")
     model.add_argument("model", nargs="?", default="demo", help=f"{names}, a model folder or a GGUF file (demo)")
+    model.add_argument(
+        "--engine", type=_script, metavar="scripted:FILE", dest="script",
+        help="follow the rules of a JSON or TOML file instead of a model (docs/scripted-engine.md)",
+    )  # fmt: skip
     model.add_argument("--dtype", choices=("bfloat16", "float32"), help="weights (default: what the machine does best)")
     model.add_argument("--max-running", type=_positive, help="requests that may run at once")
     model.add_argument("--max-model-len", type=_positive, help="tokens of prompt and answer together")
@@ -127,6 +131,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         memory_bytes=options.memory,
         num_threads=options.threads,
         prefix_caching=not options.no_prefix_caching,
+        script=options.script,
     )
     if options.max_step_tokens is not None:
         config = msgspec.structs.replace(config, max_step_tokens=options.max_step_tokens)
@@ -241,6 +246,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError("a whole number greater than 0 is needed")
     return int(text)
+
+
+def _script(text: str) -> str:
+    kind, _, file = text.partition(":")
+    if kind != "scripted" or not file:
+        raise argparse.ArgumentTypeError("only scripted:FILE is known; without it the model runs")
+    return file
 
 
 def _size(text: str) -> int:

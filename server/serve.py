@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 from aiohttp import web
 
 from turnkeep.engine.handle import EngineHandle, ProcessEngine
 from turnkeep.engine.messages import Loading, Ready
-from turnkeep.models.catalog import find_model
+from turnkeep.engine.scripted import text_source
 from turnkeep.server.app import make_app, make_runner
 from turnkeep.server.chat_service import ChatService
 from turnkeep.server.config import ServerConfig
@@ -76,9 +78,15 @@ async def running_server(
 
     Raises ModelNotFound, PortTakenError, OSError, EngineStartError.
     """
-    text_model = TextModel.from_source(find_model(config.engine.model))
+    text_model = TextModel.from_source(text_source(config.engine))
     metrics = ServerMetrics()
-    supervisor = EngineSupervisor(lambda: make_engine(config, on_loading), metrics)
+    numbers = itertools.count()
+
+    def make_next_engine() -> EngineHandle:
+        engine = msgspec.structs.replace(config.engine, start_number=next(numbers))
+        return make_engine(replace(config, engine=engine), on_loading)
+
+    supervisor = EngineSupervisor(make_next_engine, metrics)
     service = ChatService(
         text_model,
         supervisor,

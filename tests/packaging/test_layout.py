@@ -34,6 +34,7 @@ TORCH_FREE = [
     "turnkeep.engine.messages",
     "turnkeep.engine.config",
     "turnkeep.engine.loop",
+    "turnkeep.engine.scripted",
     "turnkeep.models.catalog",
     "turnkeep.models.config",
 ]
