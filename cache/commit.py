@@ -54,23 +54,20 @@ class Committer:
         key = bytes(seq.encoded[parent.end * TOKEN_BYTES : end * TOKEN_BYTES])
         seq.num_committed_tokens = end
         tail = seq.tail
-        if tail is not None and tail.end >= end:
+        if tail is not None:
+            # No sibling can cover the key: it would have absorbed the tail, whose tokens are a part of it.
+            if tail.end < end:
+                self._tree.extend(tail, key)
             return tail
         covering = self._tree.covering_child(parent, key)
-        if tail is None and covering is None:
-            page = int(seq.table[parent.end // self._page_size]) if self._reclaimer.has_pages else 0
-            tail = self._tree.insert(parent, key, page)
-            tail.writer = seq
-            self._tree.pin(tail)
-            seq.tail = tail
-            return tail
-        if covering is None:
-            assert tail is not None
-            self._tree.extend(tail, key)
-            return tail
-        if tail is not None:
-            self._tree.absorb(tail, covering)
-        return covering
+        if covering is not None:
+            return covering
+        page = int(seq.table[parent.end // self._page_size]) if self._reclaimer.has_pages else 0
+        tail = self._tree.insert(parent, key, page)
+        tail.writer = seq
+        self._tree.pin(tail)
+        seq.tail = tail
+        return tail
 
     def publish_snapshot(
         self, seq: SequenceCache, token_ids: TokenIds, position: int, row: int | None, kind: BoundaryKind
@@ -101,20 +98,18 @@ class Committer:
 
     def _commit_page(self, seq: SequenceCache, index: int, key: bytes) -> None:
         """Publish one full page below seq.path and move the path onto it."""
-        tree, parent = self._tree, seq.path
-        node = parent.children.get(key)
-        tail = seq.tail
+        tree, tail = self._tree, seq.tail
         if tail is not None:
-            if node is None:
-                # The writer's own page is full: what pinned it as the tail pins it as the path.
-                seq.tail = None
-                tail.writer = None
-                tree.extend(tail, key)
-                self._move_path(seq, tail)
-                return
-            tree.absorb(tail, node)
+            # The own page is full. What pinned it as the tail pins it as the path; nobody else has this page, or the
+            # tail would have been absorbed.
+            seq.tail = None
+            tail.writer = None
+            tree.extend(tail, key)
+            self._move_path(seq, tail)
+            return
+        node = seq.path.children.get(key)
         if node is None:
-            node = tree.insert(parent, key, int(seq.table[index]) if self._reclaimer.has_pages else 0)
+            node = tree.insert(seq.path, key, int(seq.table[index]) if self._reclaimer.has_pages else 0)
         elif self._reclaimer.has_pages and node.page != seq.table[index]:
             pages = self._reclaimer.pages
             pages.retain(node.page)
