@@ -43,6 +43,11 @@ class AnswerText:
         """The answer is complete although the engine does not know it yet: it must be told to stop."""
         return self._stop_strings.stopped or self._has_too_many_calls
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stop_strings.matched
+
     def push(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> list[TurnDelta]:
         """The deltas of some new tokens; usually one, none when nothing can be shown yet."""
         deltas: list[TurnDelta] = []

@@ -16,6 +16,7 @@ from turnkeep.server.config import ServerConfig
 from turnkeep.server.conversations import cache_root
 from turnkeep.server.engine_supervisor import EngineSupervisor
 from turnkeep.server.http_guard import TENANT, Authenticator, add_common_headers, json_response, make_guard
+from turnkeep.server.messages_api import MessagesEndpoint, messages_envelope
 from turnkeep.server.metrics import CONTENT_TYPE, ServerMetrics
 
 
@@ -73,14 +74,16 @@ def make_app(
     service: ChatService, supervisor: EngineSupervisor, metrics: ServerMetrics, config: ServerConfig
 ) -> web.Application:
     """All routes behind one guard. The caller owns the service and the supervisor."""
-    app = web.Application(
-        middlewares=[make_guard(Authenticator(config.api_keys), metrics)], client_max_size=config.max_body_bytes
-    )
+    guard = make_guard(Authenticator(config.api_keys), metrics, {"/v1/messages": messages_envelope})
+    app = web.Application(middlewares=[guard], client_max_size=config.max_body_bytes)
     app.on_response_prepare.append(add_common_headers)
     chat = ChatEndpoint(service, config, metrics)
     info = InfoEndpoints(service, supervisor, metrics)
     app.router.add_post("/v1/chat/completions", chat.complete)
     app.router.add_post("/v1/chat/completions/render", chat.render)
+    messages = MessagesEndpoint(service, config, metrics)
+    app.router.add_post("/v1/messages", messages.create)
+    app.router.add_post("/v1/messages/count_tokens", messages.count_tokens)
     app.router.add_get("/v1/models", info.models)
     app.router.add_get("/v1/models/{id:.+}", info.model)
     app.router.add_get("/v1/conversations/{id}/cache", info.conversation_cache)

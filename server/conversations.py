@@ -101,8 +101,10 @@ def _with_agent(headers: Mapping[str, str]) -> str | None:
 
 def _session_of_user(metadata: object) -> object:
     user = metadata.get("user_id") if isinstance(metadata, Mapping) else None
-    if not isinstance(user, str) or not user.startswith("{"):
+    if not isinstance(user, str):
         return None
+    if not user.startswith("{"):  # a person, except where older clients wrote their session behind it
+        return user.rpartition("_session_")[2] if "_session_" in user else None
     try:
         parsed = json.loads(user)
     except (ValueError, RecursionError):

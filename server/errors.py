@@ -45,6 +45,15 @@ class ApiError(Exception):
         return headers
 
 
+class ContextOverflow(ApiError):
+    """A prompt that leaves no room for an answer; the numbers are there for shapes with a wording of their own."""
+
+    def __init__(self, message: str, num_prompt_tokens: int, max_prompt_tokens: int) -> None:
+        super().__init__(400, message, code="context_length_exceeded", param="messages")
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
+
+
 def shorten(text: str, max_chars: int) -> str:
     """Text of at most max_chars: what a client sent must not come back at full length in an error."""
     if len(text) <= max_chars:
@@ -63,12 +72,11 @@ def unsupported(message: str, param: str) -> ApiError:
 
 def context_overflow(num_prompt_tokens: int, max_model_len: int) -> ApiError:
     """The wording is the one that the context matchers of the known clients look for."""
-    return ApiError(
-        400,
+    return ContextOverflow(
         f"This model's maximum context length is {max_model_len} tokens. However, you requested {num_prompt_tokens} "
         "tokens in the messages, which leaves no room for an answer. Please reduce the length of the messages.",
-        code="context_length_exceeded",
-        param="messages",
+        num_prompt_tokens,
+        max_model_len - 1,
     )
 
 

@@ -23,3 +23,8 @@ def encode_event(payload: Any) -> bytes:
     msgspec escapes the control characters, so no text can end a frame early; U+2028 is legal inside one.
     """
     return b"data: " + _encoder.encode(payload) + b"\n\n"
+
+
+def encode_named_event(name: str, payload: Any) -> bytes:
+    """The same with the event's name in front, for protocols that have one; `name` is a word of ours."""
+    return b"event: " + name.encode() + b"\n" + encode_event(payload)

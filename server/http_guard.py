@@ -9,7 +9,8 @@ import hashlib
 import hmac
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 REQUEST_ID = web.RequestKey("request_id", str)
 TENANT = web.RequestKey("tenant", str)
+
+Envelope = Callable[[errors.ApiError, str], dict[str, Any]]  # an error and the request's id -> the body
 
 # Probes of load balancers carry no key, and what they learn is only whether the server can serve.
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/ready"})
@@ -69,8 +72,16 @@ def _given_key(request: web.Request) -> str:
     return request.headers.get("x-api-key") or request.headers.get("api-key") or ""
 
 
-def make_guard(authenticator: Authenticator, metrics: ServerMetrics) -> Middleware:
-    """The one middleware."""
+def make_guard(
+    authenticator: Authenticator, metrics: ServerMetrics, envelopes: Mapping[str, Envelope] | None = None
+) -> Middleware:
+    """The one middleware. envelopes: the body of errors under a path, where it is not OpenAI's."""
+
+    def refuse(request: web.Request, error: errors.ApiError, allow: str | None = None) -> web.Response:
+        for path, envelope in (envelopes or {}).items():
+            if request.path == path or request.path.startswith(f"{path}/"):
+                return error_response(error, metrics, allow=allow, body=envelope(error, request[REQUEST_ID]))
+        return error_response(error, metrics, allow=allow)
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -79,14 +90,14 @@ def make_guard(authenticator: Authenticator, metrics: ServerMetrics) -> Middlewa
             request[TENANT] = authenticator.tenant(request)
             return await handler(request)
         except errors.ApiError as error:
-            return error_response(error, metrics)
+            return refuse(request, error)
         except web.HTTPException as error:
             if error.status < 400:
                 raise
-            return error_response(_from_http_exception(error), metrics, allow=error.headers.get("Allow"))
+            return refuse(request, _from_http_exception(error), error.headers.get("Allow"))
         except Exception:
             log.exception("request %s failed", request[REQUEST_ID])
-            return error_response(errors.internal(), metrics)
+            return refuse(request, errors.internal())
 
     return guard
 
@@ -99,12 +110,15 @@ async def add_common_headers(request: web.Request, response: web.StreamResponse)
         response.headers["request-id"] = request_id
 
 
-def error_response(error: errors.ApiError, metrics: ServerMetrics, *, allow: str | None = None) -> web.Response:
+def error_response(
+    error: errors.ApiError, metrics: ServerMetrics, *, allow: str | None = None, body: dict[str, Any] | None = None
+) -> web.Response:
+    """The answer to a failed request, counted. body: another envelope than OpenAI's."""
     metrics.errors.labels(str(error.status)).inc()
     headers = error.headers()
     if allow is not None:
         headers["Allow"] = allow
-    return json_response(error.envelope(), status=error.status, headers=headers)
+    return json_response(error.envelope() if body is None else body, status=error.status, headers=headers)
 
 
 def json_response(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -19,7 +19,7 @@ PARSE_IN_THREAD_BYTES = 1 << 20  # a body from here on is parsed beside the even
 
 
 async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
-    """The parsed body. Raises ApiError 415 for another content type, 400 for broken framing, and what `parse` raises."""
+    """The parsed body. Raises ApiError 415 for another content type, 400 for broken framing, and what parse raises."""
     if request.content_type != "application/json" and not request.content_type.endswith("+json"):
         raise errors.ApiError(
             415, "The body must be sent as Content-Type: application/json.", code="unsupported_media_type"

@@ -57,6 +57,7 @@ class Choice:
             self.finished.num_cached_tokens,
             self.text.num_output_tokens,
             self.text.num_reasoning_tokens,
+            self.text.stop_string,
         )
 
 

@@ -70,6 +70,7 @@ class ChoiceEnded:
     num_cached_tokens: int
     num_output_tokens: int
     num_reasoning_tokens: int
+    stop_string: str | None = None  # the one that ended it, where one did
 
 
 TurnEvent = TurnStarted | TurnDelta | ChoiceEnded
