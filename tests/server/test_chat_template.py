@@ -108,10 +108,10 @@ def test_loop_controls_and_generation_marks_are_understood() -> None:
 )
 def test_a_template_that_fails_or_escapes_is_an_error_in_bounded_time(source: str) -> None:
     template = ChatTemplate(source, limits=RenderLimits(max_s=0.2, max_chars=100_000))
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(TemplateError) as caught:
         template.render(MESSAGES)
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
     assert len(str(caught.value)) < 500
 
 
@@ -121,9 +121,9 @@ def test_a_long_history_renders_in_linear_time() -> None:
     few = [message for _ in range(100) for message in source.turn()]
 
     def seconds(messages: list[dict[str, Any]]) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         template.render(messages)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(few)
     once = min(seconds(few) for _ in range(5))

@@ -200,11 +200,11 @@ def test_a_very_long_call_is_read_in_linear_time() -> None:
         body = json.dumps({"name": "add", "arguments": {"text": 'line {"}\n' * size}})
         text = f"<tool_call>{body}</tool_call>"
         parser = DEMO.new_parser("", tool_names=TOOL_NAMES)
-        start = time.perf_counter()
+        start = time.thread_time()
         deltas = [delta for i in range(0, len(text), 4) for delta in parser.push(text[i : i + 4])]
         deltas += parser.finish("stop")
         assert [delta.kind for delta in deltas] == ["tool_call", "arguments"]
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(1000)
     small = min(seconds(1500) for _ in range(3))
@@ -213,10 +213,10 @@ def test_a_very_long_call_is_read_in_linear_time() -> None:
 
 def test_many_unfinished_calls_do_not_cost_quadratic_time() -> None:
     def seconds(count: int) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for text in ('<tool_call>{"', "<tool_call>{", '<tool_call>{"a": "'):
             parse(text * count)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     small = min(seconds(300) for _ in range(3))
     assert min(seconds(3000) for _ in range(2)) < 40 * small
