@@ -11,7 +11,7 @@ from typing import cast
 
 from turnkeep.engine.messages import TokenLogprobs
 from turnkeep.server.chat_answers import CollectedChoice
-from turnkeep.server.parsers import Delta, StopStrings
+from turnkeep.server.parsers import Delta, OutputParser, PlainParser, StopStrings
 from turnkeep.server.text_model import Prompt, TextModel
 from turnkeep.server.tokenizer import Detokenizer
 from turnkeep.server.turn_events import EndReason, TokenLogprob, ToolCallDelta, TurnDelta
@@ -34,8 +34,9 @@ class AnswerText:
         self._parallel_tool_calls = request.parallel_tool_calls
         self._detokenizer = Detokenizer(text_model.tokenizer, text_model.hidden_ids)
         self._stop_strings = StopStrings(request.stop_strings)
-        output_format = text_model.format if prompt.is_chat else text_model.plain_format
-        self._parser = output_format.new_parser(prompt.encoded.text, tool_names=request.tool_names)
+        self._parser: OutputParser | PlainParser = PlainParser()
+        if prompt.is_chat:
+            self._parser = text_model.format.new_parser(prompt.encoded.text, tool_names=request.tool_names)
         self._has_too_many_calls = False
 
     @property
@@ -50,6 +51,8 @@ class AnswerText:
 
     def push(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> list[TurnDelta]:
         """The deltas of some new tokens; usually one, none when nothing can be shown yet."""
+        if len(token_ids) == 1 and logprobs is None and not self.is_stopped:
+            return self._push_one(token_ids[0])
         deltas: list[TurnDelta] = []
         for position, token_id in enumerate(token_ids):
             self.output_ids.append(token_id)
@@ -66,6 +69,26 @@ class AnswerText:
             if logprobs is not None and not is_end:
                 delta.logprobs.append(self._token_logprob(token_id, logprobs[position]))
         return self._collect(deltas)
+
+    def _push_one(self, token_id: int) -> list[TurnDelta]:
+        """As push(), for what almost every event is: one token, without logprobs."""
+        self.output_ids.append(token_id)
+        self.num_output_tokens += 1
+        text = "" if token_id in self._stop_token_ids else self._detokenizer.push((token_id,))
+        parsed = self._parser.push(self._stop_strings.push(text)) if text else []
+        kind = parsed[0].kind if len(parsed) == 1 else None
+        if kind == "content":
+            delta = TurnDelta(self._index, content=parsed[0].text, token_ids=[token_id])
+        elif kind == "reasoning":
+            self.num_reasoning_tokens += 1
+            delta = TurnDelta(self._index, reasoning=parsed[0].text, token_ids=[token_id])
+        else:
+            self.num_reasoning_tokens += any(one.kind == "reasoning" for one in parsed)
+            deltas: list[TurnDelta] = []
+            self._merge(deltas, parsed).token_ids.append(token_id)
+            return self._collect(deltas)
+        self.collected.add(delta)
+        return [delta]
 
     def finish(self, reason: str) -> list[TurnDelta]:
         """The rest that was held back. `reason` is the engine's."""

@@ -7,11 +7,13 @@ Every refusal is an ApiError whose `param` is the dotted path of the field. Unkn
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from turnkeep.server import errors
+
+T = TypeVar("T")
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -86,8 +88,13 @@ _MISSING = re.compile(r"missing required field `([^`]+)`")
 
 def parse_request(body: bytes) -> ChatCompletionRequest:
     """The typed request. Raises ApiError 400 for what is not JSON, too deep, or of a wrong type."""
+    return decode_request(_decoder, body)
+
+
+def decode_request(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The body as any shape's struct. Raises ApiError 400 for what is not JSON, too deep, or of a wrong type."""
     try:
-        return _decoder.decode(body)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise validation_error(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -6,6 +6,7 @@ Used by every API shape and by the offline API. Knows no HTTP and no wire format
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -21,6 +22,7 @@ from turnkeep.server.chat_completions import ChatCompletionRequest
 from turnkeep.server.conversations import Conversation, ConversationTable, cache_root, resolve_conversation
 from turnkeep.server.engine_supervisor import EngineSupervisor
 from turnkeep.server.metrics import ServerMetrics
+from turnkeep.server.stores import Store, StoreDownError
 from turnkeep.server.text_model import Prompt, TextModel
 from turnkeep.server.turn import Choice, Turn
 from turnkeep.server.turn_request import TurnRequest, to_turn
@@ -53,6 +55,7 @@ class ChatService:
         self.served_names = served_names or (text_model.name,)
         self.fingerprint = text_model.fingerprint
         self.conversations = ConversationTable(clock=clock)
+        self.registry: Store | None = None  # when a conversation began, beyond this process
         self.is_draining = False
         self._supervisor = supervisor
         self._accept_any_model = accept_any_model
@@ -99,7 +102,7 @@ class ChatService:
         tag = resolve_conversation(headers, {name: getattr(body, name) for name in TAG_FIELDS})
         self.conversations.note_tag(tag)
         root = cache_root(tenant or None, body.cache_salt)
-        known = None if tag.conversation_id is None else self.conversations.open(root, tag.conversation_id)
+        known = None if tag.conversation_id is None else await self._open_conversation(root, tag.conversation_id)
         now = self._clock() if known is None else known.started_s
         memory_key = None if known is None else f"{root}\0{tag.conversation_id}"
 
@@ -107,8 +110,24 @@ class ChatService:
             request = to_turn(body, self.text_model.sampling_defaults, self._vocab_size())
             return request, self.text_model.prepare(request, memory_key=memory_key, now=now)
 
-        request, prompt = await self._in_text_worker(work)
+        request, prompt = await self.in_text_worker(work)
         return request, prompt, known, root
+
+    async def _open_conversation(self, root: str, conversation_id: str) -> Conversation:
+        """The conversation, with the clock that it began with: here, before a restart, or on another server."""
+        is_new = self.conversations.find(root, conversation_id) is None
+        conversation = self.conversations.open(root, conversation_id)
+        if is_new and self.registry is not None:
+            # Without the registry only a template that writes the date could read differently than before.
+            with contextlib.suppress(StoreDownError):
+                conversation.started_s = await self.registry.register(root, conversation_id, conversation.started_s)
+        return conversation
+
+    def close_conversation(self, root: str, conversation_id: str) -> None:
+        """It will not go on: what is kept for it may be the first to go."""
+        self.conversations.close(root, conversation_id)
+        with contextlib.suppress(errors.ApiError):  # a new engine keeps nothing for it
+            self._supervisor.engine().close_conversation(root, conversation_id)
 
     async def start_turn(
         self, body: ChatCompletionRequest, headers: Mapping[str, str], tenant: str, arrival_s: float
@@ -121,12 +140,15 @@ class ChatService:
         request, prompt, conversation, root = await self.prepare(body, headers, tenant)
         return self._submit(request, prompt, conversation, root, arrival_s)
 
-    async def start_text(self, body: ChatCompletionRequest, text: str, arrival_s: float) -> Turn:
-        """The same for a bare text; `body` only says how to sample."""
+    async def start_text(
+        self, body: ChatCompletionRequest, text: str | list[int], arrival_s: float, tenant: str = ""
+    ) -> Turn:
+        """The same for a bare text or token ids; `body` only says how to sample."""
         self.check_open()
         request = to_turn(body, self.text_model.sampling_defaults, self._vocab_size())
-        prompt = await self._in_text_worker(lambda: self.text_model.prepare_text(text))
-        return self._submit(request, prompt, None, cache_root(None, body.cache_salt), arrival_s)
+        prepare = self.text_model.prepare_text if isinstance(text, str) else self.text_model.prepare_tokens
+        prompt = await self.in_text_worker(lambda: prepare(text))  # type: ignore[arg-type]  # chosen by its type
+        return self._submit(request, prompt, None, cache_root(tenant or None, body.cache_salt), arrival_s)
 
     def _submit(
         self, request: TurnRequest, prompt: Prompt, conversation: Conversation | None, root: str, arrival_s: float
@@ -175,7 +197,7 @@ class ChatService:
         answer, output_ids = choice.text.collected.message(), choice.text.output_ids
         stable_tokens = 0
         try:
-            stable_tokens = await self._in_text_worker(
+            stable_tokens = await self.in_text_worker(
                 lambda: self.text_model.turn_end(turn.request, turn.prompt, answer, output_ids)
             )
         except Exception:
@@ -222,5 +244,6 @@ class ChatService:
         ready = self._supervisor.ready
         return self.text_model.tokenizer.vocab_size if ready is None else ready.vocab_size
 
-    async def _in_text_worker(self, work: Callable[[], T]) -> T:
+    async def in_text_worker(self, work: Callable[[], T]) -> T:
+        """Run work on texts beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._text_worker, work)

@@ -17,7 +17,7 @@ from turnkeep.server.boundaries import BoundaryFinder
 from turnkeep.server.chat_messages import TemplateError
 from turnkeep.server.chat_template import ChatTemplate
 from turnkeep.server.parsers import OutputFormat, select_format
-from turnkeep.server.prompts import EncodedPrompt, Guarded, PromptEncoder
+from turnkeep.server.prompts import DEFAULT_SETTING, EncodedPrompt, Guarded, PromptEncoder
 from turnkeep.server.tokenizer import Tokenizer
 from turnkeep.server.turn_events import TokenText
 from turnkeep.server.turn_request import SamplingDefaults, TurnRequest
@@ -65,7 +65,6 @@ class TextModel:
         self.encoder = PromptEncoder(self.template, self.tokenizer)
         self.boundaries = BoundaryFinder(self.template, self.tokenizer, encoder=self.encoder)
         self.format: OutputFormat = select_format(self.template)
-        self.plain_format: OutputFormat = select_format(None)
         self.hidden_ids = self.tokenizer.hidden_ids(keep=self.format.markup)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
@@ -107,6 +106,15 @@ class TextModel:
         encoded = self.encoder.encode_text(text, Guarded([], None, None))
         if not encoded.token_ids:
             raise errors.bad_request("The prompt must not be empty.", "prompt")
+        return Prompt(encoded, (), 0.0, is_chat=False)
+
+    def prepare_tokens(self, token_ids: list[int]) -> Prompt:
+        """The same for token ids, which are taken as they are. Raises ApiError for one that does not exist."""
+        if not all(0 <= token_id < self.tokenizer.vocab_size for token_id in token_ids):
+            limit = self.tokenizer.vocab_size
+            raise errors.bad_request(f"A token id is at least 0 and less than {limit}.", "prompt")
+        text = self.tokenizer.decode(token_ids)
+        encoded = EncodedPrompt(text, token_ids, Guarded([], None, None), DEFAULT_SETTING, [], [], [], len(token_ids))
         return Prompt(encoded, (), 0.0, is_chat=False)
 
     def turn_end(self, request: TurnRequest, prompt: Prompt, answer: dict[str, object], output_ids: list[int]) -> int:

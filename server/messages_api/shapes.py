@@ -5,14 +5,11 @@ Unknown fields are ignored; every refusal is an ApiError.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from turnkeep.server import errors
-from turnkeep.server.chat_completions import validation_error
-
-T = TypeVar("T", bound="CountTokensRequest")
+from turnkeep.server.chat_completions import decode_request
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
@@ -48,20 +45,9 @@ _count_decoder = msgspec.json.Decoder(CountTokensRequest)
 
 def parse_messages_request(body: bytes) -> MessagesRequest:
     """Raises ApiError 400 for what is not JSON, too deep, or of a wrong type."""
-    return _decode(_messages_decoder, body)
+    return decode_request(_messages_decoder, body)
 
 
 def parse_count_request(body: bytes) -> CountTokensRequest:
     """The same for count_tokens."""
-    return _decode(_count_decoder, body)
-
-
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise validation_error(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise errors.bad_request(f"The body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise errors.bad_request("The body is nested too deeply.") from None
+    return decode_request(_count_decoder, body)

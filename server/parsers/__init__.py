@@ -8,6 +8,7 @@ from __future__ import annotations
 from turnkeep.server.parsers.deltas import Answer, Delta, collect
 from turnkeep.server.parsers.output_format import OutputFormat, select_format
 from turnkeep.server.parsers.output_parser import OutputParser
+from turnkeep.server.parsers.plain_parser import PlainParser
 from turnkeep.server.parsers.stop_strings import StopStrings
 
-__all__ = ["Answer", "Delta", "OutputFormat", "OutputParser", "StopStrings", "collect", "select_format"]
+__all__ = ["Answer", "Delta", "OutputFormat", "OutputParser", "PlainParser", "StopStrings", "collect", "select_format"]
