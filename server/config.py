@@ -24,6 +24,8 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = ()  # empty: the model's own name
     accept_any_model: bool = False  # answer whatever model name a client sends (test suites)
     api_keys: tuple[str, ...] = ()  # empty: no authentication
+    state_dir: str | None = None  # stored responses and conversations; None: in memory, gone with the process
+    redis_url: str | None = None  # keep them there instead, shared with other servers
     max_body_bytes: int = 32 * 2**20
     max_waiting: int = 1024  # turns that may wait for admission before new ones get 429
     keep_alive_s: float = 120.0  # idle HTTP connections; the longest pool of a known client keeps them 90 s

@@ -119,6 +119,9 @@ class RedisStore:
     async def close(self) -> None:
         await self._redis.aclose()
 
+    async def check(self) -> None:
+        await self._ask(self._redis.ping())
+
     async def put_response(self, tenant: str, response: StoredResponse) -> None:
         key = _response_key(tenant, response.id)
         await self._ask(self._redis.set(key, _packed(response), px=self._ttl_ms))

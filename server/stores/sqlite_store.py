@@ -121,6 +121,10 @@ class SqliteStore:
             self._database.close()
             self._database = None
 
+    async def check(self) -> None:
+        if self._worker is None:
+            raise StoreDownError("the store is closed")
+
     async def put_response(self, tenant: str, response: StoredResponse) -> None:
         record = msgspec.json.encode(response)
 

@@ -62,7 +62,6 @@ class StoredResponse(msgspec.Struct, kw_only=True):
     previous_id: str | None = None
     conversation_id: str | None = None
     tag: str | None = None
-    cache_salt: str | None = None
     lease_until_s: float = 0.0
     input_items: list[Item]
     body: dict[str, Any]
@@ -91,6 +90,9 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Idempotent."""
+
+    async def check(self) -> None:
+        """Raises StoreDownError when nothing could be written now."""
 
     async def put_response(self, tenant: str, response: StoredResponse) -> None:
         """Store or replace."""
