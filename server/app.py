@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
@@ -15,10 +16,15 @@ from turnkeep.server.chat_service import ChatService
 from turnkeep.server.completions_endpoint import CompletionsEndpoint
 from turnkeep.server.config import ServerConfig
 from turnkeep.server.conversations import cache_root
+from turnkeep.server.conversations_api import ConversationsEndpoint, add_conversations
 from turnkeep.server.engine_supervisor import EngineSupervisor
 from turnkeep.server.http_guard import TENANT, Authenticator, add_common_headers, json_response, make_guard
 from turnkeep.server.messages_api import MessagesEndpoint, messages_envelope
 from turnkeep.server.metrics import CONTENT_TYPE, ServerMetrics
+from turnkeep.server.responses.endpoint import ResponsesEndpoint, add_responses
+from turnkeep.server.responses.service import ResponsesService
+from turnkeep.server.responses.websocket import ResponsesSocket
+from turnkeep.server.stores import make_store
 from turnkeep.server.tokenize_endpoint import TokenizeEndpoint
 
 
@@ -81,6 +87,7 @@ def make_app(
     app.on_response_prepare.append(add_common_headers)
     chat = ChatEndpoint(service, config, metrics)
     info = InfoEndpoints(service, supervisor, metrics)
+    add_stored_state(app, service, metrics, config)
     app.router.add_post("/v1/chat/completions", chat.complete)
     app.router.add_post("/v1/chat/completions/render", chat.render)
     messages = MessagesEndpoint(service, config, metrics)
@@ -99,6 +106,22 @@ def make_app(
     app.router.add_get("/version", info.version)
     app.router.add_get("/metrics", info.metrics)
     return app
+
+
+def add_stored_state(app: web.Application, service: ChatService, metrics: ServerMetrics, config: ServerConfig) -> None:
+    """Responses and conversations, and the store that lives as long as the application."""
+    store = make_store(config.state_dir, config.redis_url)
+
+    async def opened(_: web.Application) -> AsyncIterator[None]:
+        await store.open()
+        service.registry = store
+        yield
+        await store.close()
+
+    app.cleanup_ctx.append(opened)
+    responses = ResponsesService(service, store)
+    add_responses(app, ResponsesEndpoint(responses, config, metrics), ResponsesSocket(responses, config, metrics))
+    add_conversations(app, ConversationsEndpoint(service, store))
 
 
 def make_runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
