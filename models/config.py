@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal, NamedTuple
 
-LayerKind = Literal["mamba2", "attention", "mlp"]
+# "parallel" is attention and Mamba-2 side by side on one input; "short_conv" keeps a window of inputs and no state.
+LayerKind = Literal["mamba2", "attention", "parallel", "short_conv", "mlp", "moe"]
+KINDS_WITH_KV = ("attention", "parallel")
+KINDS_WITH_STATE = ("mamba2", "parallel", "short_conv")
 
 
 class ConfigError(ValueError):
@@ -29,7 +32,10 @@ class StatePartShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config:
-    """Sizes of the Mamba-2 mixers. `dt_limit` bounds the step size after the softplus."""
+    """Sizes of the Mamba-2 mixers. `dt_limit` bounds the step size after the softplus.
+
+    `output` says how the gate and the norm follow the scan: norm(y * gate), norm(y) * gate, or y * gate without a norm.
+    """
 
     num_heads: int
     head_dim: int
@@ -40,6 +46,8 @@ class Mamba2Config:
     dt_limit: tuple[float, float]
     has_conv_bias: bool
     has_bias: bool
+    has_out_bias: bool
+    output: Literal["gate_then_norm", "norm_then_gate", "gate"] = "gate_then_norm"
 
     @property
     def inner_size(self) -> int:
@@ -52,28 +60,44 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """Sizes of the gated short convolutions: `width` inputs, of which width - 1 are the state."""
+
+    width: int
+    has_bias: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary positions. `llama3` is (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings);
-    `divisors` divide the inverse frequencies one by one (the form GGUF files store)."""
+    `divisors` divide the inverse frequencies one by one (the form GGUF files store). `rotary_dim` is how many channels
+    of a head are rotated, None for all."""
 
     theta: float
     llama3: tuple[float, float, float, int] | None = None
     divisors: tuple[float, ...] | None = None
+    rotary_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Sizes of the attention mixers; `rope` is None where positions are not encoded."""
+    """Sizes of the attention mixers; `rope` is None where positions are not encoded.
+
+    `has_qk_norm`: every head of q and k is normalised before it is rotated. `score_scale` replaces head_dim ** -0.5.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: RopeConfig | None
     has_bias: bool
+    has_out_bias: bool
+    has_qk_norm: bool = False
+    score_scale: float | None = None
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.score_scale is None else self.score_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +108,55 @@ class MLPConfig:
     activation: Literal["relu2", "silu"]
     is_gated: bool
     has_bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """Sizes and routing of the mixtures of experts.
+
+    Scores are a softmax or a sigmoid of the router's logits; the best `num_chosen` experts of a token are weighted by
+    their scores, made to sum to one when `normalises`, times `weight_scale`. With more than one group of experts only
+    the `num_chosen_groups` groups with the largest sums of their two best scores take part. `has_correction_bias`: a
+    bias is added to the scores for the choice alone. `latent_size` is the width the routed experts work in, None for
+    the hidden size. `shared` is an expert of every token, times the sigmoid of a gate when `has_shared_gate`.
+    """
+
+    num_experts: int
+    num_chosen: int
+    expert_size: int
+    activation: Literal["relu2", "silu"]
+    is_gated: bool
+    scores: Literal["softmax", "sigmoid"]
+    normalises: bool
+    weight_scale: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    has_correction_bias: bool = False
+    latent_size: int | None = None
+    has_latent_bias: bool = False
+    shared: MLPConfig | None = None
+    has_shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Constant factors that some families put on inputs and outputs of their layers.
+
+    All but `embedding` are folded into the weights when they are loaded. `mamba2_parts` are those of the projected
+    gate, x, B, C and dt; `residual` is that of every mixer's output.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    key: float = 1.0
+    mamba2_in: float = 1.0
+    mamba2_out: float = 1.0
+    mamba2_parts: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    mlp_gate: float = 1.0
+    mlp_down: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +174,9 @@ class ModelConfig:
     mamba2: Mamba2Config | None
     attention: AttentionConfig | None
     mlp: MLPConfig | None
+    short_conv: ShortConvConfig | None = None
+    moe: MoEConfig | None = None
+    multipliers: Multipliers = Multipliers()
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModelConfig:
@@ -112,11 +188,21 @@ class ModelConfig:
 
     @property
     def num_attention_layers(self) -> int:
-        return self.layer_kinds.count("attention")
+        """Layers with keys and values."""
+        return sum(kind in KINDS_WITH_KV for kind in self.layer_kinds)
 
     @property
     def num_recurrent_layers(self) -> int:
-        return self.layer_kinds.count("mamba2")
+        """Layers with a state."""
+        return sum(kind in KINDS_WITH_STATE for kind in self.layer_kinds)
+
+    def kv_index(self, position: int) -> int:
+        """Which tensor of keys and values the layer at `position` owns, if it has one."""
+        return sum(kind in KINDS_WITH_KV for kind in self.layer_kinds[:position])
+
+    def state_index(self, position: int) -> int:
+        """Which tensor of each state part the layer at `position` owns, if it has a state."""
+        return sum(kind in KINDS_WITH_STATE for kind in self.layer_kinds[:position])
 
     @property
     def num_kv_heads(self) -> int:
@@ -128,18 +214,20 @@ class ModelConfig:
         """Width of a key-value head, 0 without attention."""
         return self.attention.head_dim if self.attention else 0
 
-    def state_parts(self) -> tuple[StatePartShape, ...]:
-        """What one state row holds; empty without recurrent layers.
+    def state_parts(self, dtype: str = "float32") -> tuple[StatePartShape, ...]:
+        """What one state row holds, in elements of `dtype`; empty without recurrent layers.
 
-        Both parts are float32: the window holds raw inputs of the convolution, exact in any model dtype, and takes
-        about 2 % of a row, so that the element type of a snapshot does not depend on how the weights were loaded.
+        The element type does not follow that of the weights: a snapshot must not depend on how they were loaded.
         """
+        num_layers = self.num_recurrent_layers
+        if self.short_conv is not None:
+            return (StatePartShape("conv", num_layers, (self.hidden_size, self.short_conv.width - 1), dtype),)
         if self.mamba2 is None:
             return ()
-        mamba2, num_layers = self.mamba2, self.num_recurrent_layers
+        mamba2 = self.mamba2
         return (
-            StatePartShape("conv", num_layers, (mamba2.conv_dim, mamba2.conv_width - 1), "float32"),
-            StatePartShape("ssm", num_layers, (mamba2.num_heads, mamba2.head_dim, mamba2.state_size), "float32"),
+            StatePartShape("conv", num_layers, (mamba2.conv_dim, mamba2.conv_width - 1), dtype),
+            StatePartShape("ssm", num_layers, (mamba2.num_heads, mamba2.head_dim, mamba2.state_size), dtype),
         )
 
 

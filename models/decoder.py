@@ -17,7 +17,10 @@ from turnkeep.models.decoder_step import DecoderStep, split_recurrent
 from turnkeep.models.mixers.attention import AttentionMixer
 from turnkeep.models.mixers.mamba2 import Mamba2Mixer
 from turnkeep.models.mixers.mlp import MLPMixer
+from turnkeep.models.mixers.moe import MoEMixer
+from turnkeep.models.mixers.parallel import ParallelMixer
 from turnkeep.models.mixers.parameters import empty_parameter
+from turnkeep.models.mixers.short_conv import ShortConvMixer
 
 
 class ResidualLayer(nn.Module):
@@ -48,6 +51,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = dtype
+        self.is_recurrent = config.num_recurrent_layers > 0
         self.draft_tensors: tuple[str, ...] = ()
         self.embedding = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(
@@ -82,10 +86,12 @@ class Decoder(nn.Module):
         step = DecoderStep(
             batch=batch,
             cache=cache,
-            recurrent=split_recurrent(batch) if config.mamba2 else None,
+            recurrent=split_recurrent(batch) if self.is_recurrent else None,
             rotary=frequencies if frequencies is None else rotary_cos_sin(batch.positions, frequencies),
         )
         residual = functional.embedding(batch.token_ids, self.embedding)
+        if config.multipliers.embedding != 1.0:
+            residual = residual * config.multipliers.embedding
         if config.residual_in_fp32:
             residual = residual.float()
         for layer in self.layers:
@@ -101,13 +107,20 @@ class Decoder(nn.Module):
 
 def _build_mixer(config: ModelConfig, position: int, dtype: torch.dtype) -> nn.Module:
     kind: LayerKind = config.layer_kinds[position]
-    index = config.layer_kinds[:position].count(kind)  # which pool tensor of its kind the layer owns
+    size, eps, kv, state = config.hidden_size, config.norm_eps, config.kv_index(position), config.state_index(position)
     if kind == "mamba2" and config.mamba2:
-        return Mamba2Mixer(config.mamba2, config.hidden_size, config.norm_eps, index, dtype)
+        return Mamba2Mixer(config.mamba2, size, eps, state, dtype)
     if kind == "attention" and config.attention:
-        return AttentionMixer(config.attention, config.hidden_size, index, dtype)
+        return AttentionMixer(config.attention, size, eps, kv, dtype)
+    if kind == "parallel" and config.attention and config.mamba2:
+        attention = AttentionMixer(config.attention, size, eps, kv, dtype)
+        return ParallelMixer(attention, Mamba2Mixer(config.mamba2, size, eps, state, dtype))
+    if kind == "short_conv" and config.short_conv:
+        return ShortConvMixer(config.short_conv, size, state, dtype)
     if kind == "mlp" and config.mlp:
-        return MLPMixer(config.mlp, config.hidden_size, dtype)
+        return MLPMixer(config.mlp, size, dtype)
+    if kind == "moe" and config.moe:
+        return MoEMixer(config.moe, size, dtype)
     raise ValueError(f"layer {position} is of kind {kind!r} but the config has no sizes for it")
 
 
@@ -122,7 +135,7 @@ def _rotary_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             "high_freq_factor": high,
             "original_max_position_embeddings": original,
         }
-    frequencies = rotary_frequencies(head_dim, rope.theta, scaling)
+    frequencies = rotary_frequencies(rope.rotary_dim or head_dim, rope.theta, scaling)
     if rope.divisors is not None:
         frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32, device=frequencies.device)
     return frequencies

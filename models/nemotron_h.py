@@ -1,4 +1,4 @@
-"""Nemotron-H: Mamba-2, attention without rotary positions and squared-ReLU MLP layers, one mixer a layer.
+"""Nemotron-H: Mamba-2, attention without rotary positions, squared-ReLU MLP or mixture of experts, one mixer a layer.
 
 Configuration and tensor names only, for both spellings of the layer types (`hybrid_override_pattern`, or a list in
 `layers_block_type` / `layer_types`). The draft head's `mtp.*` tensors are known and kept aside.
@@ -7,8 +7,6 @@ Configuration and tensor names only, for both spellings of the layer types (`hyb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
-from typing import Any
 
 from turnkeep.models.config import (
     AttentionConfig,
@@ -17,9 +15,22 @@ from turnkeep.models.config import (
     Mamba2Config,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
 )
-from turnkeep.models.weight_map import WeightMap, mixer_sources, one
+from turnkeep.models.mixer_fields import read_dt_limit
+from turnkeep.models.mixer_sources import LayerNames, layer_alternatives, mixer_sources, outer_sources
+from turnkeep.models.weight_map import Alternatives, WeightMap, one
 
+NAMES = LayerNames(
+    mamba2="mixer.",
+    attention="mixer.",
+    mlp="mixer.",
+    shared_mlp="mixer.shared_experts.",
+    mlp_up=("up_proj",),
+    router="gate.weight",
+    correction_bias="gate.e_score_correction_bias",
+    experts_up="experts.up_proj",
+)
 LAYER_NAMES: dict[str, LayerKind] = {
     "M": "mamba2",
     "mamba": "mamba2",
@@ -29,8 +40,9 @@ LAYER_NAMES: dict[str, LayerKind] = {
     "full_attention": "attention",
     "-": "mlp",
     "mlp": "mlp",
+    "E": "moe",
+    "moe": "moe",
 }
-MOE_NAMES = ("E", "moe")
 
 
 def read_layer_kinds(fields: ConfigFields) -> tuple[LayerKind, ...]:
@@ -42,11 +54,6 @@ def read_layer_kinds(fields: ConfigFields) -> tuple[LayerKind, ...]:
         raise fields.error(f"the layer types must be a list of names or a pattern string, not {layers!r}")
     kinds: list[LayerKind] = []
     for position, name in enumerate(layers):
-        if name in MOE_NAMES:
-            raise fields.error(
-                f"layer {position} is a mixture of experts, which is not supported yet: only the dense layers "
-                "(Mamba-2, attention, MLP) have mixers"
-            )
         if name not in LAYER_NAMES:
             raise fields.error(f"layer {position} has the unknown type {name!r} (known: {', '.join(LAYER_NAMES)})")
         kinds.append(LAYER_NAMES[name])
@@ -56,27 +63,12 @@ def read_layer_kinds(fields: ConfigFields) -> tuple[LayerKind, ...]:
     return tuple(kinds)
 
 
-def _read_dt_limit(fields: ConfigFields) -> tuple[float, float]:
-    # time_step_min and time_step_max only describe how dt_bias was initialised; the bound of the trained model is
-    # time_step_limit. JSON has no infinity, so an upper limit may also be written as null or as text.
-    limit: Any = fields.get("time_step_limit", "mamba_dt_limit")
-    if limit is None:
-        return 0.0, inf
-    try:
-        low, high = limit
-        low, high = float(low), inf if high is None else float(high)
-    except (TypeError, ValueError):
-        raise fields.error(f"field 'time_step_limit' must be two numbers, not {limit!r}") from None
-    if not 0.0 <= low < high:
-        raise fields.error(f"field 'time_step_limit' must be an interval of positive numbers, not {limit!r}")
-    return low, high
-
-
 def _read_mamba2(fields: ConfigFields) -> Mamba2Config:
     fields.choice("mamba_hidden_act", ("silu", "swish"), "silu")
     num_heads, num_groups = fields.integer("mamba_num_heads"), fields.integer("n_groups", "mamba_n_groups", default=8)
     if num_heads % num_groups:
         raise fields.error(f"mamba_num_heads = {num_heads} is not a multiple of n_groups = {num_groups}")
+    has_bias = fields.flag("use_bias", default=False)
     return Mamba2Config(
         num_heads=num_heads,
         head_dim=fields.integer("mamba_head_dim"),
@@ -84,9 +76,10 @@ def _read_mamba2(fields: ConfigFields) -> Mamba2Config:
         num_groups=num_groups,
         conv_width=fields.integer("conv_kernel", "mamba_d_conv", default=4, minimum=2),
         chunk_size=fields.integer("chunk_size", "mamba_chunk_size", default=128),
-        dt_limit=_read_dt_limit(fields),
+        dt_limit=read_dt_limit(fields),
         has_conv_bias=fields.flag("use_conv_bias", "mamba_conv_bias", default=True),
-        has_bias=fields.flag("use_bias", default=False),
+        has_bias=has_bias,
+        has_out_bias=has_bias,
     )
 
 
@@ -94,22 +87,53 @@ def _read_attention(fields: ConfigFields) -> AttentionConfig:
     if fields.get("sliding_window") is not None:
         raise fields.error("sliding_window is not supported: attention layers must see the whole context")
     num_heads, num_kv_heads = fields.grouped_heads()
+    has_bias = fields.flag("attention_bias", default=False)
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=fields.integer("head_dim", "attention_head_dim"),
         rope=None,
-        has_bias=fields.flag("attention_bias", default=False),
+        has_bias=has_bias,
+        has_out_bias=has_bias,
     )
 
 
-def _read_mlp(fields: ConfigFields) -> MLPConfig:
+def _read_mlp(fields: ConfigFields, size_field: str) -> MLPConfig:
     fields.choice("mlp_hidden_act", ("relu2",), "relu2")
     return MLPConfig(
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=fields.integer(size_field),
         activation="relu2",
         is_gated=False,
         has_bias=fields.flag("mlp_bias", default=False),
+    )
+
+
+def _read_moe(fields: ConfigFields) -> MoEConfig:
+    num_experts = fields.integer("n_routed_experts", "num_local_experts")
+    num_groups, num_chosen_groups = fields.integer("n_group", default=1), fields.integer("topk_group", default=1)
+    num_chosen = fields.integer("num_experts_per_tok", default=2)
+    if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
+        raise fields.error(f"{num_experts} experts cannot be ranked in {num_groups} groups of at least 2")
+    if num_chosen_groups > num_groups or num_chosen > num_experts // num_groups * num_chosen_groups:
+        raise fields.error(f"num_experts_per_tok = {num_chosen} of {num_chosen_groups} of {num_groups} groups")
+    if fields.integer("n_shared_experts", default=1) != 1:
+        raise fields.error("n_shared_experts must be 1: the shared experts are one MLP of their joint size")
+    latent_size = fields.get("moe_latent_size")
+    return MoEConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        expert_size=fields.integer("moe_intermediate_size"),
+        activation="relu2",
+        is_gated=False,
+        scores="sigmoid",
+        normalises=fields.flag("norm_topk_prob", default=True),
+        weight_scale=fields.number("routed_scaling_factor", default=1.0),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+        has_correction_bias=True,
+        latent_size=None if latent_size is None else fields.integer("moe_latent_size"),
+        has_latent_bias=fields.flag("mlp_bias", default=False),
+        shared=_read_mlp(fields, "moe_shared_expert_intermediate_size"),
     )
 
 
@@ -127,7 +151,8 @@ def read_config(fields: ConfigFields) -> ModelConfig:
         max_position_embeddings=fields.integer("max_position_embeddings", default=4096),
         mamba2=_read_mamba2(fields) if "mamba2" in kinds else None,
         attention=_read_attention(fields) if "attention" in kinds else None,
-        mlp=_read_mlp(fields) if "mlp" in kinds else None,
+        mlp=_read_mlp(fields, "intermediate_size") if "mlp" in kinds else None,
+        moe=_read_moe(fields) if "moe" in kinds else None,
     )
 
 
@@ -138,15 +163,13 @@ def _canonical(name: str) -> str:
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """Tensor names of a Nemotron-H checkpoint."""
-    hidden_size = config.hidden_size
-    sources = {
-        "embedding": one("backbone.embeddings.weight", config.vocab_size, hidden_size),
-        "norm_weight": one("backbone.norm_f.weight", hidden_size),
-    }
-    for index in range(len(config.layer_kinds)):
+    sources = outer_sources(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
+    alternatives: Alternatives = {}
+    for index, kind in enumerate(config.layer_kinds):
         prefix = f"backbone.layers.{index}."
-        sources[f"layers.{index}.norm_weight"] = one(f"{prefix}norm.weight", hidden_size)
-        sources |= mixer_sources(index, f"{prefix}mixer.", config)
-    if not config.tie_word_embeddings:
-        sources["lm_head"] = one("lm_head.weight", config.vocab_size, hidden_size)
-    return WeightMap(sources, _canonical, kept_aside=("mtp.",))
+        sources[f"layers.{index}.norm_weight"] = one(f"{prefix}norm.weight", config.hidden_size)
+        own = mixer_sources(index, prefix, config, NAMES)
+        sources |= own
+        if kind == "moe" and config.moe:
+            alternatives |= layer_alternatives(index, f"{prefix}mixer.", own, config.moe)
+    return WeightMap(sources, _canonical, kept_aside=("mtp.",), alternatives=alternatives)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from turnkeep.models import llama, nemotron_h
+from turnkeep.models import bamba, falcon_h1, granite_hybrid, lfm2, llama, mamba2, nemotron_h, qwen2, qwen3
 from turnkeep.models.config import ConfigError, ConfigFields, ModelConfig
 from turnkeep.models.weight_map import WeightMap
 
@@ -23,8 +23,15 @@ class ModelType:
 
 
 MODEL_TYPES: dict[str, ModelType] = {
+    "bamba": ModelType(bamba.read_config, bamba.weight_map),
+    "falcon_h1": ModelType(falcon_h1.read_config, falcon_h1.weight_map),
+    "granitemoehybrid": ModelType(granite_hybrid.read_config, granite_hybrid.weight_map),
+    "lfm2": ModelType(lfm2.read_config, lfm2.weight_map),
     "llama": ModelType(llama.read_config, llama.weight_map),
+    "mamba2": ModelType(mamba2.read_config, mamba2.weight_map),
     "nemotron_h": ModelType(nemotron_h.read_config, nemotron_h.weight_map),
+    "qwen2": ModelType(qwen2.read_config, qwen2.weight_map),
+    "qwen3": ModelType(qwen3.read_config, qwen3.weight_map),
 }
 
 

@@ -7,7 +7,7 @@ one error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from dataclasses import replace
 
 import torch
 
@@ -60,6 +60,7 @@ def fill_decoder(
     """A decoder of this configuration with the checkpoint's tensors. Raises WeightsError."""
     names = weight_map(config)
     stored = {names.canonical(name): name for name in checkpoint.shapes()}
+    names = _with_alternatives(names, stored)
     _check_tensors(config, names, checkpoint, stored)
     with torch.device(device):
         decoder = Decoder(config, _model_dtype(dtype)).to(device)
@@ -70,7 +71,7 @@ def fill_decoder(
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
     done = 0
     for name, parameter in parameters.items():
-        parameter.copy_(_assemble(names.sources[name], checkpoint, stored))
+        parameter.copy_(_assemble(names.sources[name], checkpoint, stored, parameter.shape))
         done += parameter.numel() * parameter.element_size()
         if progress is not None:
             progress("weights", done, total)
@@ -84,13 +85,32 @@ def _model_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def _assemble(source: ParameterSource, checkpoint: Checkpoint, stored: dict[str, str]) -> torch.Tensor:
+def _with_alternatives(names: WeightMap, stored: dict[str, str]) -> WeightMap:
+    """The map with every parameter made up of what the checkpoint has."""
+    sources = dict(names.sources)
+    for name, others in names.alternatives.items():
+        for source in (sources[name], *others):
+            if all(part.name in stored for part in source.parts):
+                sources[name] = source
+                break
+    return replace(names, sources=sources)
+
+
+def _assemble(
+    source: ParameterSource, checkpoint: Checkpoint, stored: dict[str, str], shape: torch.Size
+) -> torch.Tensor:
     parts = [checkpoint.read(stored[part.name]) for part in source.parts]
-    tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    tensor = parts[0] if len(parts) == 1 else torch.cat(parts, source.dim)
     if source.change == "drop_dim1":
-        return tensor.squeeze(1)
-    if source.change == "negative_exp":
-        return tensor.float().exp().neg()
+        tensor = tensor.squeeze(1)
+    elif source.change == "negative_exp":
+        tensor = tensor.float().exp().neg()
+    tensor = tensor.reshape(shape)
+    if source.row_factors:
+        rows, factors = zip(*source.row_factors, strict=True)
+        by_row = torch.tensor(factors, dtype=torch.float32).repeat_interleave(torch.tensor(rows))
+        # In float32, so that the weight is rounded once more and not its factor too.
+        tensor = tensor.float() * by_row.view(-1, *[1] * (tensor.dim() - 1))
     return tensor
 
 
@@ -143,7 +163,7 @@ def _random_tensor(part: TensorPart, generator: torch.Generator) -> torch.Tensor
         return noise.sub(2.0)  # steps of about 0.1
     if len(part.shape) == 1:
         return noise.mul(0.1) if part.name.endswith("bias") else noise.mul(0.1).add(1.0)
-    return noise.div(prod(part.shape[1:]) ** 0.5)
+    return noise.div(part.shape[-1] ** 0.5)
 
 
 def random_model(config: ModelConfig, seed: int, *, dtype: torch.dtype | str = "float32") -> Decoder:

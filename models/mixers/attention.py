@@ -1,4 +1,5 @@
-"""Causal attention with grouped key-value heads over paged keys and values, with or without rotary positions.
+"""Causal attention with grouped key-value heads over paged keys and values, with or without rotary positions and
+normalised queries and keys.
 
 Owns the weights; keys and values live in the pages it is given.
 """
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from turnkeep.kernels.norm import rms_norm
 from turnkeep.kernels.paged_attention import paged_attention, write_kv
 from turnkeep.kernels.rotary import apply_rotary
 from turnkeep.models.config import AttentionConfig
@@ -19,10 +21,13 @@ from turnkeep.models.mixers.parameters import empty_parameter, empty_parameter_o
 class AttentionMixer(nn.Module):
     """o_proj(attention(q, k, v)); q, k and v come from one product, rows in this order."""
 
-    def __init__(self, config: AttentionConfig, hidden_size: int, index: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: AttentionConfig, hidden_size: int, norm_eps: float, index: int, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.config = config
         self.index = index
+        self.norm_eps = norm_eps
         width = config.num_heads * config.head_dim
         self.num_rotated = config.num_heads + config.num_kv_heads
         self.num_projected = config.num_heads + 2 * config.num_kv_heads
@@ -30,7 +35,10 @@ class AttentionMixer(nn.Module):
         self.qkv_proj_weight = empty_parameter(projected, hidden_size, dtype=dtype)
         self.qkv_proj_bias = empty_parameter_or_none(config.has_bias, projected, dtype=dtype)
         self.o_proj_weight = empty_parameter(hidden_size, width, dtype=dtype)
-        self.o_proj_bias = empty_parameter_or_none(config.has_bias, hidden_size, dtype=dtype)
+        self.o_proj_bias = empty_parameter_or_none(config.has_out_bias, hidden_size, dtype=dtype)
+        # Norms are used in float32, like all of them.
+        self.q_norm_weight = empty_parameter_or_none(config.has_qk_norm, config.head_dim, dtype=torch.float32)
+        self.k_norm_weight = empty_parameter_or_none(config.has_qk_norm, config.head_dim, dtype=torch.float32)
 
     def forward(self, x: Tensor, step: DecoderStep) -> Tensor:
         """x [T, hidden_size] -> [T, hidden_size]; writes the step's keys and values into their slots first."""
@@ -39,6 +47,13 @@ class AttentionMixer(nn.Module):
         projected = functional.linear(x, self.qkv_proj_weight, self.qkv_proj_bias)
         projected = projected.view(length, self.num_projected, config.head_dim)
         values = projected[:, num_rotated:]
+        if self.q_norm_weight is not None and self.k_norm_weight is not None:
+            queries, keys = projected[:, :num_heads], projected[:, num_heads:num_rotated]
+            normed = (
+                rms_norm(queries, self.q_norm_weight, self.norm_eps),
+                rms_norm(keys, self.k_norm_weight, self.norm_eps),
+            )
+            projected = torch.cat(normed, dim=1)
         if step.rotary is not None:
             # Queries and keys turn by the same angles: one rotation for both.
             projected = apply_rotary(projected[:, :num_rotated], *step.rotary)

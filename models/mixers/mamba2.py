@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer: projection, causal convolution, state space scan, gated group norm, projection.
+"""The Mamba-2 mixer: projection, causal convolution, state space scan, gate and group norm, projection.
 
 Owns the weights; the state lives in the rows it is given. Prefill and decode share everything but the two operations
 that walk over time.
@@ -21,7 +21,10 @@ from turnkeep.models.mixers.parameters import empty_parameter, empty_parameter_o
 
 
 class Mamba2Mixer(nn.Module):
-    """out_proj(norm(scan(conv(x)) * silu(gate))), states in place in `ssm` and `conv` of its layer index."""
+    """out_proj(norm(scan(conv(x)) * silu(gate))), states in place in `ssm` and `conv` of its state index.
+
+    Some families gate after the norm, or have no norm.
+    """
 
     def __init__(self, config: Mamba2Config, hidden_size: int, norm_eps: float, index: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -42,9 +45,9 @@ class Mamba2Mixer(nn.Module):
         self.dt_bias = empty_parameter(heads, dtype=torch.float32)
         self.A = empty_parameter(heads, dtype=torch.float32)
         self.D = empty_parameter(heads, dtype=torch.float32)
-        self.norm_weight = empty_parameter(inner, dtype=torch.float32)
+        self.norm_weight = empty_parameter_or_none(config.output != "gate", inner, dtype=torch.float32)
         self.out_proj_weight = empty_parameter(hidden_size, inner, dtype=dtype)
-        self.out_proj_bias = empty_parameter_or_none(config.has_bias, hidden_size, dtype=dtype)
+        self.out_proj_bias = empty_parameter_or_none(config.has_out_bias, hidden_size, dtype=dtype)
 
     def forward(self, x: Tensor, step: DecoderStep) -> Tensor:
         """x [T, hidden_size] -> [T, hidden_size]; reads and writes the state rows of the step."""
@@ -64,8 +67,15 @@ class Mamba2Mixer(nn.Module):
             cut = recurrent.num_decodes
             decoded = self._update(conv_input[:cut], dt[:cut], windows, states, recurrent)
             y = torch.cat((decoded, self._scan(conv_input[cut:], dt[cut:], windows, states, recurrent)))
-        y = gated_rms_norm(y, gate, self.norm_weight, self.norm_eps, self.group_size)
-        return functional.linear(y, self.out_proj_weight, self.out_proj_bias)
+        return functional.linear(self._gated(y, gate), self.out_proj_weight, self.out_proj_bias)
+
+    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
+        weight = self.norm_weight
+        if weight is None:
+            return y * functional.silu(gate)
+        if self.config.output == "gate_then_norm":
+            return gated_rms_norm(y, gate, weight, self.norm_eps, self.group_size)
+        return gated_rms_norm(y, None, weight, self.norm_eps, self.group_size) * functional.silu(gate)
 
     def _split_heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config, length = self.config, convolved.shape[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from model_families import reference_model
 
 from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch, StateExport
 from turnkeep.models.config import ModelConfig
@@ -109,27 +110,6 @@ def make_driver() -> Callable[..., StepDriver]:
     return StepDriver
 
 
-def _reference(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    with warnings.catch_warnings():
-        # Imports of the reference library warn about optional packages.
-        warnings.simplefilter("ignore")
-        from transformers import LlamaConfig, LlamaForCausalLM, NemotronHConfig, NemotronHForCausalLM
-
-        fields = {key: value for key, value in values.items() if key not in ("model_type", "time_step_limit")}
-        if values["model_type"] == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**fields))
-        else:
-            # The reference clamps the step size at time_step_min, in its full forward only.
-            low = (values.get("time_step_limit") or (0.0, None))[0] or 1e-12
-            model = NemotronHForCausalLM(NemotronHConfig(**fields, time_step_min=low))
-    tensors = {name.replace("backbone.", "model.", 1): tensor for name, tensor in tensors.items()}
-    if values.get("tie_word_embeddings"):
-        embedding = "model.embed_tokens.weight" if values["model_type"] == "llama" else "model.embeddings.weight"
-        tensors["lm_head.weight"] = tensors[embedding]
-    model.load_state_dict(tensors, strict=True)
-    return model.eval()
-
-
 @pytest.fixture
 def make_pair() -> Callable[..., tuple[Decoder, Any]]:
     """make_pair(kind, seed, **changes): a random model of ours and the transformers model of the same weights."""
@@ -137,7 +117,7 @@ def make_pair() -> Callable[..., tuple[Decoder, Any]]:
     def make(kind: Any, seed: int, **changes: Any) -> tuple[Decoder, Any]:
         values = tiny_config(kind) | changes
         config = ModelConfig.from_dict(values)
-        return random_model(config, seed), _reference(values, random_tensors(config, seed))
+        return random_model(config, seed), reference_model(values, random_tensors(config, seed))
 
     return make
 

@@ -1,0 +1,87 @@
+"""Every model family against transformers' full forward in float32, however a prompt is cut, packed and resumed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from model_families import FAMILIES, reference_model
+
+from turnkeep.kernels.forward_batch import StateExport
+from turnkeep.models.config import ModelConfig
+from turnkeep.models.weights import random_model, random_tensors
+
+TOLERANCE = 1e-4
+LENGTH = 70
+CASES = [(family, index) for family, configs in FAMILIES.items() for index in range(len(configs))]
+SOME_POSITIONS = (1, 2, 5, 16, 33, 48, 69)
+
+Case = tuple[Any, list[int], torch.Tensor, bool]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def case(request: pytest.FixtureRequest) -> Case:
+    """A random model, a prompt of 70 tokens, the reference's logits of it, and whether to try every position."""
+    family, index = request.param
+    values, seed = FAMILIES[family][index], 3 + index
+    config = ModelConfig.from_dict(values)
+    tokens = random.Random(f"{family} {index}").choices(range(config.vocab_size), k=LENGTH)
+    reference = reference_model(values, random_tensors(config, seed))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens]), use_cache=False).logits[0]
+    return random_model(config, seed), tokens, expected, index == 0
+
+
+def assert_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_the_reference_tells_prompts_apart(case: Case) -> None:
+    _, _, expected, _ = case
+    assert expected.std(dim=0).mean() > 100 * TOLERANCE
+
+
+def test_whole_prefill_equals_the_reference(case: Case, make_driver: Any) -> None:
+    model, tokens, expected, _ = case
+    assert_close(make_driver(model).step([(0, tokens)])[0], expected)
+
+
+def test_token_by_token_decode_equals_the_reference(case: Case, make_driver: Any) -> None:
+    model, tokens, expected, _ = case
+    driver = make_driver(model)
+    assert_close(torch.cat([driver.step([(0, [token])])[0] for token in tokens]), expected)
+
+
+def test_prefill_resumed_from_an_exported_state_equals_the_reference(case: Case, make_driver: Any) -> None:
+    model, tokens, expected, is_thorough = case
+    driver = make_driver(model)
+    spare = driver.num_sequences + 1
+    positions = range(1, LENGTH) if is_thorough else SOME_POSITIONS
+    exports = [StateExport(0, position, spare + position) for position in positions]
+    driver.step([(0, tokens)], exports if driver.cache.states else [])
+    for position in positions:
+        driver.resume(0, 1, position, spare + position)
+        assert_close(driver.step([(1, tokens[position:])])[0], expected[position:])
+
+
+def test_packed_with_others_equals_the_reference(case: Case, make_driver: Any) -> None:
+    model, tokens, expected, _ = case
+    driver = make_driver(model)
+    parts: list[list[torch.Tensor]] = [[], [], []]
+
+    # The same prompt in three sequences at different places: each must get the reference's logits of its tokens.
+    def step(*work: tuple[int, int]) -> None:
+        items = [(s, tokens[driver.lengths[s] : driver.lengths[s] + count]) for s, count in work]
+        for (sequence, _), logits in zip(work, driver.step(items), strict=True):
+            parts[sequence].append(logits)
+
+    step((0, 20), (1, 1), (2, 33))
+    step((0, 1), (2, 1), (1, 17))
+    step((1, 1), (0, 9), (2, 36))
+    while any(length < 40 for length in driver.lengths[:2]):
+        step(*((s, 1) for s in (1, 0) if driver.lengths[s] < 40))
+    for sequence, pieces in enumerate(parts):
+        assert_close(torch.cat(pieces), expected[: driver.lengths[sequence]])
