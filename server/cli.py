@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import shlex
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +27,8 @@ from turnkeep.server.config import DEFAULT_HOST, DEFAULT_PORT, ServerConfig, par
 from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging
 from turnkeep.server.serve import PortTakenError, RunningServer, serve_until_signal
+
+log = logging.getLogger(__name__)
 
 
 class CommandError(Exception):
@@ -112,6 +116,14 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--accept-any-model", action="store_true", help="answer under whatever model name is asked for")
     server.add_argument("--max-body", type=_size, metavar="SIZE", help="largest request body (default: 32MiB)")
     server.add_argument("--max-waiting", type=_positive, help="turns that may wait before new ones get 429")
+    server.add_argument(
+        "--state-dir", metavar="FOLDER", help="where stored responses and conversations are kept (default: "
+        "TURNKEEP_STATE_DIR, or turnkeep in XDG_STATE_HOME, which is ~/.local/state by default)",
+    )  # fmt: skip
+    server.add_argument(
+        "--redis-url", metavar="URL", help="keep them in Redis instead, shared by several servers, for example "
+        "redis://127.0.0.1:6379/0 (or TURNKEEP_REDIS_URL, which the process list does not show)",
+    )  # fmt: skip
     server.add_argument("--drain-s", type=float, help="seconds that running turns get after SIGTERM (default: 30)")
 
 
@@ -140,6 +152,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 
 def server_config(options: argparse.Namespace) -> ServerConfig:
     """Raises CommandError for a bad value in the environment."""
+    redis_url = options.redis_url or os.environ.get("TURNKEEP_REDIS_URL") or None
     keys = list(options.api_key or ())
     keys += [key.strip() for key in os.environ.get("TURNKEEP_API_KEYS", "").split(",") if key.strip()]
     given = {
@@ -150,11 +163,31 @@ def server_config(options: argparse.Namespace) -> ServerConfig:
         "accept_any_model": options.accept_any_model,
         "max_body_bytes": options.max_body,
         "max_waiting": options.max_waiting,
+        "redis_url": redis_url,
+        "state_dir": None if redis_url is not None else state_dir(options.state_dir),
         "drain_s": options.drain_s,
     }
     return ServerConfig(
         engine=engine_config(options), **{name: value for name, value in given.items() if value is not None}
     )
+
+
+def state_dir(given: str | None) -> str | None:
+    """The folder of stored state. Without a place that was asked for, and none that can be written: None, in memory."""
+    asked = given or os.environ.get("TURNKEEP_STATE_DIR")
+    if asked:
+        return asked
+    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    folder = home / "turnkeep"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be used (%s): stored responses will not survive a restart", folder, error.strerror)
+        return None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        log.warning("%s cannot be written: stored responses will not survive a restart", folder)
+        return None
+    return str(folder)
 
 
 def run_serve(options: argparse.Namespace) -> None:

@@ -95,8 +95,8 @@ async def running_server(
         accept_any_model=config.accept_any_model,
         max_waiting=config.max_waiting,
     )
-    listener = bind(config.host, config.port)
     runner = make_runner(make_app(service, supervisor, metrics, config), config)
+    listener = bind(config.host, config.port)
     try:
         await runner.setup()
         await web.SockSite(runner, listener).start()
