@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from turnkeep.kernels.chunk_layout import ChunkLayout, Span
 from turnkeep.kernels.forward_batch import StateExport
-from turnkeep.kernels.ssd_scan.chunk_layout import ChunkLayout, Span
 from turnkeep.kernels.ssd_scan.span_inputs import SpanInputs
 
 # Wider chunks cost more exponentials than they save in products between chunks.

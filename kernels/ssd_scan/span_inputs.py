@@ -10,11 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from turnkeep.kernels.ssd_scan.chunk_layout import Span
-from turnkeep.kernels.ssd_scan.decay import decay_matrix
-
-# exp() of anything below is zero in float32; the bound keeps sums of log decays finite.
-MIN_LOG_DECAY = -104.0
+from turnkeep.kernels.chunk_layout import Span
+from turnkeep.kernels.decay import MIN_LOG_DECAY, decay_matrix
 
 
 @dataclass(slots=True, frozen=True)

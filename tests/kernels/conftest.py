@@ -11,9 +11,29 @@ import pytest
 import torch
 
 # Imported here, so that every kernel module is known before the first test.
-from turnkeep.kernels import causal_conv1d, norm, paged_attention, rotary, row_copy, sampling, ssd_scan
+from turnkeep.kernels import (
+    causal_conv1d,
+    gated_delta_scan,
+    norm,
+    paged_attention,
+    rotary,
+    row_copy,
+    sampling,
+    ssd_scan,
+    unit_triangular,
+)
 
-PACKAGES = (causal_conv1d, norm, paged_attention, rotary, row_copy, sampling, ssd_scan)
+PACKAGES = (
+    causal_conv1d,
+    gated_delta_scan,
+    norm,
+    paged_attention,
+    rotary,
+    row_copy,
+    sampling,
+    ssd_scan,
+    unit_triangular,
+)
 
 
 class PoisonedTorch(ModuleType):

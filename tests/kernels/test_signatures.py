@@ -9,6 +9,7 @@ import pytest
 
 OPERATIONS = {
     "causal_conv1d": ["causal_conv1d", "causal_conv1d_update"],
+    "gated_delta_scan": ["gated_delta_scan", "gated_delta_update"],
     "norm": ["rms_norm", "gated_rms_norm"],
     "paged_attention": ["paged_attention", "write_kv"],
     "rotary": ["apply_rotary"],

@@ -13,6 +13,8 @@ import torch
 from torch.nn import functional
 
 BLOCK = 16
+# exp() of anything below is zero in float32; the bound keeps sums of log decays finite.
+MIN_LOG_DECAY = -104.0
 
 
 def decay_matrix(log_decay: torch.Tensor) -> torch.Tensor:
