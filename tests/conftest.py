@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
-import pytest
+# One compute thread a process, and none that spins: tests run in as many processes as there are cores, and start
+# servers and engines besides. OpenMP reads these when torch is imported, hence before anything else.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
