@@ -116,8 +116,6 @@ def _read_moe(fields: ConfigFields) -> MoEConfig:
         raise fields.error(f"{num_experts} experts cannot be ranked in {num_groups} groups of at least 2")
     if num_chosen_groups > num_groups or num_chosen > num_experts // num_groups * num_chosen_groups:
         raise fields.error(f"num_experts_per_tok = {num_chosen} of {num_chosen_groups} of {num_groups} groups")
-    if fields.integer("n_shared_experts", default=1) != 1:
-        raise fields.error("n_shared_experts must be 1: the shared experts are one MLP of their joint size")
     latent_size = fields.get("moe_latent_size")
     return MoEConfig(
         num_experts=num_experts,

@@ -5,9 +5,9 @@ Sizes are odd on purpose: nothing may rely on powers of two, on one group, or on
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-TinyKind = Literal["hybrid", "attention_only", "attention_free"]
+TinyKind = Literal["hybrid", "attention_only", "attention_free", "short_conv", "parallel", "experts"]
 
 _NEMOTRON_H: dict[str, Any] = {
     "model_type": "nemotron_h",
@@ -48,8 +48,59 @@ _LLAMA: dict[str, Any] = {
 }
 
 
+_LFM2: dict[str, Any] = {
+    "model_type": "lfm2",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "block_multiple_of": 8,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_FALCON_H1: dict[str, Any] = {
+    "model_type": "falcon_h1",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 76,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "mamba_d_ssm": 60,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 10,
+    "mamba_d_state": 14,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 36,
+}
+
+
 def tiny_config(kind: TinyKind) -> dict[str, Any]:
-    """A fresh config dict: "hybrid" (Mamba-2, attention, MLP), "attention_only" (Llama), "attention_free".
+    """A fresh config dict: "hybrid" (Mamba-2, attention, MLP), "attention_only" (Llama), "attention_free",
+    "short_conv" (LFM2: short convolutions and attention), "parallel" (Falcon-H1: attention beside Mamba-2), "experts"
+    (Mamba-2, attention, mixture of experts).
 
     Raises ValueError for another kind.
     """
@@ -59,4 +110,10 @@ def tiny_config(kind: TinyKind) -> dict[str, Any]:
         return _NEMOTRON_H | {"hybrid_override_pattern": "M-MM-"}
     if kind == "attention_only":
         return dict(_LLAMA)
-    raise ValueError(f"no tiny configuration {kind!r} (known: hybrid, attention_only, attention_free)")
+    if kind == "short_conv":
+        return dict(_LFM2)
+    if kind == "parallel":
+        return dict(_FALCON_H1)
+    if kind == "experts":
+        return _NEMOTRON_H | _EXPERTS | {"hybrid_override_pattern": "ME*E"}
+    raise ValueError(f"no tiny configuration {kind!r} (known: {', '.join(get_args(TinyKind))})")

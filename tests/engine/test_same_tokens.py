@@ -11,6 +11,7 @@ from turnkeep.engine.messages import EndTurn, Submit
 from turnkeep.models.tiny import TinyKind
 
 KINDS: tuple[TinyKind, ...] = ("hybrid", "attention_only", "attention_free")
+MORE_KINDS: tuple[TinyKind, ...] = ("short_conv", "parallel", "experts")
 NUM_PROMPTS = 6
 SAMPLINGS = ({}, {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "seed": 11, "presence_penalty": 0.3})
 
@@ -49,7 +50,10 @@ def run_together(bench: LoopBench, requests: list[Submit]) -> list[list[int]]:
     return [bench.tokens(message.request_id) for message in requests]
 
 
-@pytest.fixture(scope="module", params=[(kind, index) for kind in KINDS for index in range(len(SAMPLINGS))], ids=str)
+CASES = [*((kind, index) for kind in KINDS for index in range(len(SAMPLINGS))), *((kind, 1) for kind in MORE_KINDS)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def case(request: pytest.FixtureRequest) -> tuple[TinyKind, dict[str, float], list[list[int]]]:
     """A model, a way of sampling, and what it gives alone, cold and unchunked."""
     kind, index = request.param
@@ -100,7 +104,7 @@ def test_suspension_gives_the_same_tokens(kind: TinyKind, sampling: dict[str, fl
     assert bench.finished("r0").num_suspensions == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
 def test_the_next_turn_computes_its_new_tokens_only_and_gives_what_a_cold_run_gives(kind: TinyKind) -> None:
     bench = make_loop(kind)
     cold = make_loop(kind, prefix_caching=False)

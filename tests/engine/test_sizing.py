@@ -84,7 +84,12 @@ def test_a_length_beyond_the_models_own_is_lowered_with_a_notice() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "has_kv", "has_state"),
-    [("hybrid", True, True), ("attention_only", True, False), ("attention_free", False, True)],
+    [
+        ("hybrid", True, True),
+        ("attention_only", True, False),
+        ("attention_free", False, True),
+        ("short_conv", True, True),
+    ],
 )
 def test_the_spec_of_a_model_has_what_its_layers_need(kind: TinyKind, has_kv: bool, has_state: bool) -> None:
     spec = cache_spec(ModelConfig.from_dict(tiny_config(kind)), 16, "bfloat16")

@@ -7,14 +7,15 @@ import subprocess
 import sys
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from model_families import FAMILIES
 
 from turnkeep.models import catalog
 from turnkeep.models.config import ConfigError, ModelConfig, RopeConfig
 from turnkeep.models.registry import MODEL_TYPES
-from turnkeep.models.tiny import tiny_config
+from turnkeep.models.tiny import TinyKind, tiny_config
 
 
 def changed(kind: Any, **changes: Any) -> dict[str, Any]:
@@ -162,5 +163,53 @@ def _source_folder() -> str:
 
 
 def test_every_model_type_of_the_tiny_configurations_is_registered() -> None:
-    kinds: tuple[Any, ...] = ("hybrid", "attention_only", "attention_free")
+    kinds: tuple[Any, ...] = get_args(TinyKind)
     assert {tiny_config(kind)["model_type"] for kind in kinds} <= set(MODEL_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen2", {"use_sliding_window": True}, "sliding_window is not supported"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is not supported"),
+        ("mamba2", {"num_heads": 7}, "7 heads of 10 do not make up 2 \\(expand\\) \\* 40"),
+        ("mamba2", {"n_groups": 3}, "num_heads = 8 is not a multiple of n_groups = 3"),
+        ("granitemoehybrid", {"layer_types": None}, "'layer_types' is missing"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "rnn"]}, "layer 1 has the unknown type 'rnn'"),
+        ("granitemoehybrid", {"num_experts_per_tok": 7}, "num_experts_per_tok = 7 of 6 experts"),
+        ("granitemoehybrid", {"residual_multiplier": "x"}, "'residual_multiplier' must be a number"),
+        ("granitemoehybrid", {"logits_scaling": 0}, "'logits_scaling' must be a positive number"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, "'ssm_multipliers' must be a list of 5 numbers"),
+        ("falcon_h1", {"mamba_d_head": 7}, "6 heads of 7 do not make up an inner size of 60"),
+        ("falcon_h1", {"mamba_n_groups": 4}, "mamba_n_heads = 6 is not a multiple of mamba_n_groups = 4"),
+        ("bamba", {"attn_layer_indices": [9]}, "'attn_layer_indices' must list layers below 3"),
+        ("bamba", {"num_attention_heads": 8, "num_key_value_heads": 8}, "must be a multiple of 4"),
+        ("lfm2", {"layer_types": ["conv", "mamba"]}, "layer 1 has the unknown type 'mamba'"),
+        ("lfm2", {"num_hidden_layers": 9}, "num_hidden_layers = 9 but 4 layer types"),
+        ("nemotron_h", {"n_group": 3}, "8 experts cannot be ranked in 3 groups"),
+        ("nemotron_h", {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok = 3 of 1 of 4 groups"),
+    ],
+)
+def test_a_bad_config_of_a_family_is_an_error_that_names_the_field(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict(FAMILIES[family][0] | changes)
+
+
+def test_both_spellings_of_lfm2_layers_and_of_its_mlp_size_are_read() -> None:
+    values = FAMILIES["lfm2"][0]
+    config = ModelConfig.from_dict(values)
+    assert config.mlp is not None
+    assert config.mlp.intermediate_size == 72  # 2 / 3 of 100 is 66, rounded up to a multiple of 8
+    assert config.state_parts("bfloat16") == (("conv", 3, (48, 2), "bfloat16"),)
+    old = {key: value for key, value in values.items() if key not in ("layer_types", "intermediate_size")}
+    assert ModelConfig.from_dict(old | {"full_attn_idxs": [2], "block_ff_dim": 100}) == config
+
+
+def test_a_parallel_layer_has_keys_and_a_state() -> None:
+    config = ModelConfig.from_dict(FAMILIES["falcon_h1"][0])
+    assert config.layer_kinds == ("parallel", "mlp", "parallel", "mlp")
+    assert (config.num_attention_layers, config.num_recurrent_layers) == (2, 2)
+    assert (config.kv_index(2), config.state_index(2)) == (1, 1)
