@@ -61,6 +61,20 @@ def test_a_snapshot_beyond_the_common_prefix_is_not_used() -> None:
     assert match.num_lost_tokens == 10
 
 
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_snapshot_is_found_though_a_sibling_of_the_matched_page_carries_it(kind: ModelKind) -> None:
+    driver = CacheDriver(kind, page_size=8)
+    trunk = [1, 2, 3, 4, 5]  # ends inside a page, which the first conversation goes on filling
+    driver.turn([*trunk, *([10] * 20)], [6], "first", trunk=5, turn_start=20)
+    driver.turn([*trunk, *([20] * 20)], [6], "second", trunk=5, turn_start=20)
+    match = driver.match([*trunk, *([20] * 13), 99])
+    assert (match.num_tokens, match.num_matched_tokens) == (5, 18)
+    run = driver.open_match(match)
+    assert run is not None
+    assert driver.step(run)
+    driver.check()
+
+
 def test_without_state_every_token_can_be_reused() -> None:
     driver = CacheDriver("attention_only", page_size=4)
     known = driver.turn(list(range(18)), [20, 21, 22]).token_ids
