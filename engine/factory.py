@@ -15,7 +15,7 @@ from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructi
 from turnkeep.engine.loop import EngineLoop
 from turnkeep.engine.messages import FromEngine, Loading, Ready
 from turnkeep.engine.runner import Model, ModelRunner
-from turnkeep.engine.sizing import PoolSizes, cache_spec, size_pools
+from turnkeep.engine.sizing import PoolSizes, engine_spec, size_pools
 from turnkeep.models.catalog import find_model
 from turnkeep.models.config import ModelConfig
 from turnkeep.models.weights import load_model
@@ -59,7 +59,7 @@ def resolve_dtype(dtype: str | None) -> str:
 def resolve_sizes(config: EngineConfig, model_config: ModelConfig, dtype: str) -> PoolSizes:
     """Pool sizes for this machine. Raises NotEnoughMemory."""
     memory_bytes = default_memory_bytes() if config.memory_bytes is None else config.memory_bytes
-    spec = cache_spec(model_config, config.page_size, dtype)
+    spec = engine_spec(model_config, config, dtype)
     return size_pools(spec, config, model_config.max_position_embeddings, memory_bytes)
 
 
@@ -74,7 +74,7 @@ def assemble(
     model_name: str,
 ) -> tuple[EngineLoop, Ready]:
     """An engine loop around a model that is loaded already."""
-    spec = cache_spec(model_config, config.page_size, dtype)
+    spec = engine_spec(model_config, config, dtype)
     storage = CacheStorage(spec, num_pages=sizes.num_pages, num_state_rows=sizes.num_state_rows)
     cache = CacheManager(
         spec,

@@ -12,6 +12,7 @@ from turnkeep.engine.config import EngineConfig
 from turnkeep.models.config import ModelConfig
 
 MIB = 1024 * 1024
+POOL_DTYPES = ("bfloat16", "float32")
 DEFAULT_MAX_RUNNING = 16
 MIN_USEFUL_TOKENS = 256  # one request must have room for this many, else the engine does not start
 TYPICAL_TOKENS = 2048  # of one conversation; decides how memory is split between pages and rows
@@ -38,13 +39,27 @@ class PoolSizes:
     notices: tuple[str, ...]
 
 
-def cache_spec(config: ModelConfig, page_size: int, dtype: str) -> CacheSpec:
-    """What the pools of this model hold. `dtype` is that of keys and values."""
-    parts = tuple(StatePart(part.name, part.num_layers, tuple(part.shape), part.dtype) for part in config.state_parts())
+def cache_spec(
+    config: ModelConfig, page_size: int, dtype: str, *, kv_dtype: str | None = None, state_dtype: str = "float32"
+) -> CacheSpec:
+    """What the pools of this model hold: keys and values in `kv_dtype`, else in the weights' `dtype`.
+
+    Raises ValueError for a type that pools cannot have.
+    """
+    for name, value in (("kv_dtype", kv_dtype or dtype), ("state_dtype", state_dtype)):
+        if value not in POOL_DTYPES:
+            raise ValueError(f"{name} must be one of {', '.join(POOL_DTYPES)}, not {value!r}")
+    shapes = config.state_parts(state_dtype)
+    parts = tuple(StatePart(part.name, part.num_layers, tuple(part.shape), part.dtype) for part in shapes)
     kv = None
     if config.num_attention_layers:
-        kv = KVSpec(config.num_attention_layers, config.num_kv_heads, config.head_dim, dtype)
+        kv = KVSpec(config.num_attention_layers, config.num_kv_heads, config.head_dim, kv_dtype or dtype)
     return CacheSpec(page_size=page_size, kv=kv, state=StateSpec(parts) if parts else None)
+
+
+def engine_spec(model: ModelConfig, config: EngineConfig, dtype: str) -> CacheSpec:
+    """`cache_spec` with the settings of an engine whose weights are in `dtype`."""
+    return cache_spec(model, config.page_size, dtype, kv_dtype=config.kv_dtype, state_dtype=config.state_dtype)
 
 
 def size_pools(spec: CacheSpec, config: EngineConfig, model_max_len: int, memory_bytes: int) -> PoolSizes:

@@ -22,6 +22,7 @@ import turnkeep
 from turnkeep.clients.chat_client import RequestFailedError
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.handle import EngineStartError
+from turnkeep.engine.sizing import POOL_DTYPES
 from turnkeep.models.catalog import MODEL_NAMES, ModelFilesError, ModelNotFound
 from turnkeep.server.config import DEFAULT_HOST, DEFAULT_PORT, ServerConfig, parse_size
 from turnkeep.server.loading_progress import LoadingProgress
@@ -96,12 +97,21 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="follow the rules of a JSON or TOML file instead of a model (docs/scripted-engine.md)",
     )  # fmt: skip
     model.add_argument("--dtype", choices=("bfloat16", "float32"), help="weights (default: what the machine does best)")
+    _add_pool_dtypes(model)
     model.add_argument("--max-running", type=_positive, help="requests that may run at once")
     model.add_argument("--max-model-len", type=_positive, help="tokens of prompt and answer together")
     model.add_argument("--memory", type=_size, metavar="SIZE", help="for the cache, for example 2GiB")
     model.add_argument("--max-step-tokens", type=_positive, help="tokens computed in one step")
     model.add_argument("--threads", type=_positive, help="compute threads of the engine (default: all cores)")
     model.add_argument("--no-prefix-caching", action="store_true", help="compute every turn anew (for comparison)")
+
+
+def _add_pool_dtypes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--kv-dtype", choices=POOL_DTYPES, help="keys and values (default: that of the weights)")
+    group.add_argument(
+        "--state-dtype", choices=POOL_DTYPES, default="float32", help="recurrent states (default: float32); bfloat16 "
+        "halves a snapshot, and rounds the state at every step",
+    )  # fmt: skip
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -138,6 +148,8 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     config = EngineConfig(
         model=options.model,
         dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        state_dtype=options.state_dtype,
         max_running=options.max_running,
         max_model_len=options.max_model_len,
         memory_bytes=options.memory,

@@ -137,3 +137,19 @@ def test_logprobs_are_the_models_own_and_do_not_change_the_choice(kind: TinyKind
             (entry,) = event.logprobs
             assert len(entry.top) == 3
             assert entry.top[0] == (event.token_ids[0], pytest.approx(entry.logprob))  # greedy: the likeliest
+
+
+@pytest.mark.parametrize("dtypes", [{"state_dtype": "bfloat16"}, {"kv_dtype": "bfloat16"}], ids=str)
+def test_a_turn_that_resumes_from_narrow_pools_goes_on_where_the_last_one_stopped(dtypes: dict[str, str]) -> None:
+    bench = make_loop("hybrid", **dtypes)
+    history = prompts(1)[0]
+    whole = submit("whole", history, 24, conversation_id="a")
+    assert len(run_each(bench, [whole])[0]) == 24
+    first = submit("first", history, 12, boundaries=[(len(history), "turn_start")], conversation_id="b")
+    run_each(bench, [first])
+    bench.loop.receive(EndTurn("first", len(history) + 12))
+    rest = submit("rest", [*history, *bench.tokens("first")], 12, conversation_id="b")
+    run_each(bench, [rest])
+    # The snapshot holds what the live row held, so the narrow type does not show between turns.
+    assert bench.tokens("first") + bench.tokens("rest") == bench.tokens("whole")
+    assert bench.finished("rest").num_cached_tokens == len(history) + 11

@@ -95,3 +95,15 @@ def test_the_spec_of_a_model_has_what_its_layers_need(kind: TinyKind, has_kv: bo
     spec = cache_spec(ModelConfig.from_dict(tiny_config(kind)), 16, "bfloat16")
     assert (spec.kv is not None, spec.state is not None) == (has_kv, has_state)
     assert (spec.bytes_per_page > 0, spec.bytes_per_row > 0) == (has_kv, has_state)
+
+
+def test_pool_types_can_be_chosen_apart_from_the_weights() -> None:
+    model = ModelConfig.from_dict(tiny_config("hybrid"))
+    plain = cache_spec(model, 16, "float32")
+    small = cache_spec(model, 16, "float32", kv_dtype="bfloat16", state_dtype="bfloat16")
+    assert small.bytes_per_page * 2 == plain.bytes_per_page
+    assert small.bytes_per_row * 2 == plain.bytes_per_row
+    with pytest.raises(ValueError, match="state_dtype must be one of bfloat16, float32, not 'float16'"):
+        cache_spec(model, 16, "float32", state_dtype="float16")
+    with pytest.raises(ValueError, match="kv_dtype must be one of"):
+        cache_spec(model, 16, "float32", kv_dtype="int8")

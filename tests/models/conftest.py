@@ -28,7 +28,7 @@ class StepDriver:
     """
 
     def __init__(
-        self, model: Decoder, *, num_sequences: int = 6, max_tokens: int = 96, num_spare_rows: int = 80
+        self, model: Decoder, *, num_sequences: int = 6, max_tokens: int = 96, state_dtype: str = "float32"
     ) -> None:
         self.model = model
         self.pages_each = -(-max_tokens // PAGE_SIZE)
@@ -43,7 +43,7 @@ class StepDriver:
                 torch.full((num_rows, *part.shape), torch.nan, dtype=getattr(torch, part.dtype))
                 for _ in range(part.num_layers)
             ]
-            for part in config.state_parts()
+            for part in config.state_parts(state_dtype)
         }
         for pool in kv:
             pool[:, 0] = 0
