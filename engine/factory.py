@@ -12,6 +12,7 @@ from turnkeep.cache.cache_manager import CacheManager
 from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructions, num_usable_cores
+from turnkeep.engine.grammar import GrammarMatchers
 from turnkeep.engine.loop import EngineLoop
 from turnkeep.engine.messages import FromEngine, Loading, Ready
 from turnkeep.engine.runner import Model, ModelRunner
@@ -44,7 +45,8 @@ def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> 
         outbox(Loading(stage, done, total))
 
     model = load_model(source, dtype=getattr(torch, dtype), progress=report)
-    return assemble(model, model_config, config, sizes, dtype, outbox, model_name=source.name)
+    matchers = GrammarMatchers(source.tokenizer_json, model_config.vocab_size, sorted(source.eos_token_ids))
+    return assemble(model, model_config, config, sizes, dtype, outbox, model_name=source.name, matchers=matchers)
 
 
 def resolve_dtype(dtype: str | None) -> str:
@@ -72,6 +74,7 @@ def assemble(
     outbox: Callable[[FromEngine], None],
     *,
     model_name: str,
+    matchers: GrammarMatchers | None = None,
 ) -> tuple[EngineLoop, Ready]:
     """An engine loop around a model that is loaded already."""
     spec = engine_spec(model_config, config, dtype)
@@ -90,7 +93,7 @@ def assemble(
         vocab_size=model_config.vocab_size,
     )
     scheduler = Scheduler(cache, limits)
-    loop = EngineLoop(scheduler, ModelRunner(model, storage, config.page_size), outbox)
+    loop = EngineLoop(scheduler, ModelRunner(model, storage, config.page_size, matchers), outbox)
     notices = list(sizes.notices)
     if not config.prefix_caching:
         notices.append("prefix caching is off: every turn is computed anew")

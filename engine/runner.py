@@ -13,6 +13,7 @@ import torch
 
 from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.batch_builder import BatchBuilder
+from turnkeep.engine.grammar import GrammarError, GrammarMatchers
 from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch
 from turnkeep.kernels.sampling import GREEDY, InvalidLogitsError, SamplingBatch, SamplingRow, sample, top_logprobs
 from turnkeep.scheduler.request import SamplingParams
@@ -29,8 +30,12 @@ class Model(Protocol):
 class ModelRunner:
     """One model with the pools it reads and writes."""
 
-    def __init__(self, model: Model, storage: CacheStorage, page_size: int) -> None:
+    def __init__(
+        self, model: Model, storage: CacheStorage, page_size: int, matchers: GrammarMatchers | None = None
+    ) -> None:
+        """matchers: what is needed to follow grammars; without them a request that has one ends with an error."""
         self._model = model
+        self._matchers = matchers
         self._storage = storage
         tensors = storage.tensors
         self._builder = BatchBuilder(page_size, has_state=bool(tensors.states), has_pages=bool(tensors.kv))
@@ -50,11 +55,20 @@ class ModelRunner:
     def _sample(
         self, items: Sequence[StepItem], logits: torch.Tensor, errors: dict[str, str]
     ) -> dict[str, SampledToken]:
-        rows = [_sampling_row(item) for item in items]
+        rows: list[SamplingRow] = []
+        invalid: dict[int, str] = {}
+        for index, item in enumerate(items):
+            try:
+                rows.append(_sampling_row(item, self._allowed_bits(item)))
+            except GrammarError as error:
+                invalid[index] = str(error)
+        if invalid:
+            return self._sample_others(items, logits, invalid, errors)
         try:
             token_ids = sample(logits, SamplingBatch(rows))
         except InvalidLogitsError as error:
-            return self._sample_others(items, logits, error, errors)
+            reason = "the model gave no finite logits for this request"
+            return self._sample_others(items, logits, dict.fromkeys(error.rows, reason), errors)
         chosen: list[int] = token_ids.tolist()
         tokens = {item.request_id: SampledToken(token) for item, token in zip(items, chosen, strict=True)}
         for index, item in enumerate(items):
@@ -64,19 +78,29 @@ class ModelRunner:
         return tokens
 
     def _sample_others(
-        self, items: Sequence[StepItem], logits: torch.Tensor, error: InvalidLogitsError, errors: dict[str, str]
+        self, items: Sequence[StepItem], logits: torch.Tensor, invalid: dict[int, str], errors: dict[str, str]
     ) -> dict[str, SampledToken]:
-        """A request whose logits mean nothing must not take the rest of the batch with it."""
-        invalid = set(error.rows)
-        for row in invalid:
-            errors[items[row].request_id] = "the model gave no finite logits for this request"
+        """A request for which no token can be chosen must not take the rest of the batch with it."""
+        for row, reason in invalid.items():
+            errors[items[row].request_id] = reason
         valid = [index for index in range(len(items)) if index not in invalid]
         if not valid:
             return {}
         return self._sample([items[index] for index in valid], logits[valid], errors)
 
+    def _allowed_bits(self, item: StepItem) -> bytes | None:
+        """Raises GrammarError."""
+        sampling, history = item.sampling, item.history
+        if sampling is None or sampling.grammar is None:
+            return None
+        if self._matchers is None or history is None:
+            raise GrammarError("this engine cannot follow grammars")
+        return self._matchers.allowed_bits(
+            item.request_id, sampling.grammar, history.output_ids, sampling.stop_token_ids
+        )
 
-def _sampling_row(item: StepItem) -> SamplingRow:
+
+def _sampling_row(item: StepItem, allowed_bits: bytes | None) -> SamplingRow:
     sampling = item.sampling
     assert sampling is not None
     forbidden = _forbidden_ids(sampling, item.num_output_tokens)
@@ -97,6 +121,7 @@ def _sampling_row(item: StepItem) -> SamplingRow:
         forbidden_ids=forbidden,
         prompt_ids=history.prompt_ids if history is not None else (),
         output_ids=history.output_ids if history is not None else (),
+        allowed_bits=allowed_bits,
     )
 
 

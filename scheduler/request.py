@@ -42,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     num_logprobs: int | None = None  # None: no logprobs; 0: only the chosen token's
+    grammar: str | None = None  # the output must be of it; see engine/grammar.py for its form
 
 
 @dataclass(slots=True, eq=False)

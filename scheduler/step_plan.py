@@ -16,7 +16,10 @@ from turnkeep.scheduler.request import SamplingParams
 
 @dataclass(slots=True, frozen=True)
 class SamplingHistory:
-    """What penalties need of a request: its prompt and output so far. Only present when a penalty is set."""
+    """What penalties and grammars need of a request: its output so far, and its prompt for a repetition penalty.
+
+    Only present when one of them is set.
+    """
 
     prompt_ids: list[int]
     output_ids: list[int]

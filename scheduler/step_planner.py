@@ -103,16 +103,18 @@ class StepPlanner:
             exports=exports,
             sampling=request.sampling if is_last else None,
             num_output_tokens=request.num_output_tokens,
-            history=_history(request) if is_last and _has_penalty(request.sampling) else None,
+            history=_history(request) if is_last and _needs_history(request.sampling) else None,
         )
 
 
-def _has_penalty(sampling: SamplingParams) -> bool:
-    return sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0 or sampling.repetition_penalty != 1.0
+def _needs_history(sampling: SamplingParams) -> bool:
+    has_penalty = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+    return has_penalty or sampling.repetition_penalty != 1.0 or sampling.grammar is not None
 
 
 def _history(request: Request) -> SamplingHistory:
+    looks_at_prompt = request.sampling.repetition_penalty != 1.0  # a prompt can be long
     return SamplingHistory(
-        prompt_ids=request.token_ids[: request.num_prompt_tokens],
+        prompt_ids=request.token_ids[: request.num_prompt_tokens] if looks_at_prompt else [],
         output_ids=request.token_ids[request.num_prompt_tokens :],
     )

@@ -32,11 +32,11 @@ __all__ = [
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """The chosen token of each row: logits [K, V] float32 -> ids [K] int64; logits are not changed.
 
-    In this order: forbidden ids, logit bias, penalties; greedy rows then take the largest logit (ties: lowest id).
-    Other rows divide by the temperature, keep the tokens that pass min_p, then top_k, then top_p (taken of what is
-    left, as vLLM and Hugging Face do), and take the largest of logit + noise. Raises InvalidLogitsError, naming the
-    rows, where the largest logit is NaN or infinite (no token would mean anything), ValueError for sizes or ids that
-    do not fit.
+    In this order: forbidden ids, logit bias, penalties, allowed tokens; greedy rows then take the largest logit (ties:
+    lowest id). Other rows divide by the temperature, keep the tokens that pass min_p, then top_k, then top_p (taken of
+    what is left, as vLLM and Hugging Face do), and take the largest of logit + noise. Raises InvalidLogitsError, naming
+    the rows, where the largest logit is NaN or infinite (no token would mean anything), ValueError for sizes or ids
+    that do not fit.
     """
     if logits.dim() != 2 or logits.shape[0] != len(batch.rows):
         raise ValueError(f"sample: logits {tuple(logits.shape)} for {len(batch.rows)} rows")

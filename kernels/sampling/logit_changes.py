@@ -1,9 +1,10 @@
-"""What a request asks to change in its logits before a token is chosen: forbidden ids, biases, penalties."""
+"""What a request asks to change in its logits before a token is chosen: forbidden ids, biases, penalties, a grammar."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from turnkeep.kernels.sampling.sampling_batch import SamplingRow
@@ -36,6 +37,16 @@ def _change_row(logits: torch.Tensor, row: SamplingRow) -> None:
     if row.output_ids and (row.frequency_penalty != 0.0 or row.presence_penalty != 0.0):
         seen, counts = torch.unique(_ids(row.output_ids, logits), return_counts=True)
         logits[seen] -= row.frequency_penalty * counts.to(logits.dtype) + row.presence_penalty
+    if row.allowed_bits is not None:
+        logits.masked_fill_(~_allowed(row.allowed_bits, logits), -torch.inf)
+
+
+def _allowed(bits: bytes, logits: torch.Tensor) -> torch.Tensor:
+    """Bits of a vocabulary as bool [V]."""
+    if 8 * len(bits) < logits.shape[0]:
+        raise ValueError(f"{8 * len(bits)} bits of allowed tokens for a vocabulary of {logits.shape[0]}")
+    values = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=logits.shape[0], bitorder="little")
+    return torch.from_numpy(values).to(logits.device, torch.bool)
 
 
 def _ids(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ class SamplingRow:
 
     position: tokens before the sampled one, which with seed keys the noise. forbidden_ids: never chosen (stop tokens
     while fewer than min_new_tokens were generated). repetition_penalty looks at prompt_ids and output_ids, frequency
-    and presence penalties at output_ids alone. top_k 0 keeps all tokens.
+    and presence penalties at output_ids alone. top_k 0 keeps all tokens. allowed_bits: one bit for every token of the
+    vocabulary (lowest bit of the first byte first); the others are never chosen, whatever their bias.
     """
 
     position: int = 0
@@ -28,6 +29,7 @@ class SamplingRow:
     forbidden_ids: Sequence[int] = ()
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
+    allowed_bits: bytes | None = None
 
     @property
     def has_penalty(self) -> bool:
@@ -35,7 +37,8 @@ class SamplingRow:
 
     @property
     def changes_logits(self) -> bool:
-        return bool(self.logit_bias) or bool(self.forbidden_ids) or self.has_penalty
+        is_restricted = bool(self.forbidden_ids) or self.allowed_bits is not None
+        return is_restricted or bool(self.logit_bias) or self.has_penalty
 
 
 GREEDY = SamplingRow()

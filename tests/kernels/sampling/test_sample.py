@@ -280,3 +280,30 @@ def test_top_logprobs_refuse_sizes_that_do_not_fit() -> None:
     for ids, count in ((torch.zeros(2, dtype=torch.int64), 1), (torch.zeros(1, dtype=torch.int64), -1)):
         with pytest.raises(ValueError, match="top_logprobs"):
             top_logprobs(torch.zeros(1, 5), ids, count)
+
+
+def bits_of(allowed: set[int], vocab_size: int) -> bytes:
+    return sum(1 << token for token in allowed).to_bytes(-(-vocab_size // 32) * 4, "little")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "top_k": 3, "top_p": 0.9}]
+)
+def test_only_allowed_tokens_are_chosen_whatever_their_logits(options: dict[str, Any]) -> None:
+    logits = torch.arange(70, dtype=torch.float32)[None]
+    allowed = {0, 31, 32, 40}
+    bias = {69: 100.0}
+    for position in range(20):
+        row = SamplingRow(position=position, allowed_bits=bits_of(allowed, 70), logit_bias=bias, **options)
+        token = draw(logits, row)[0]
+        assert token in allowed
+        assert options or token == 40
+
+
+def test_no_allowed_token_is_an_error_of_its_row_and_too_few_bits_are_a_mistake() -> None:
+    logits = torch.zeros(2, 40)
+    with pytest.raises(InvalidLogitsError) as error:
+        draw(logits, SamplingRow(allowed_bits=bytes(8)), GREEDY)
+    assert error.value.rows == [0]
+    with pytest.raises(ValueError, match="32 bits"):
+        draw(logits, SamplingRow(allowed_bits=bytes(4)), GREEDY)
