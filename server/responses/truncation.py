@@ -17,18 +17,36 @@ async def drop_middle(
 ) -> tuple[list[Message], int]:
     """The messages that fit and how many are left out; as many as can be left out when nothing fits.
 
-    An answer goes with the results of its calls. How many units go is a power of two, so that turn after turn leaves
-    out the same ones for a while and goes on hitting the cache.
+    An answer goes with the results of its calls. How many go is one of a few numbers, a quarter apart, so that turn
+    after turn leaves out the same ones for a while and goes on hitting the cache.
     """
+    if await count_tokens(list(messages)) <= max_prompt_tokens:
+        return list(messages), 0
     units = _units(messages)
     head = next((index + 1 for index, unit in enumerate(units) if unit[0]["role"] == "user"), len(units))
-    num_droppable = max(0, len(units) - 1 - head)
-    num_dropped = 0
-    kept = list(messages)
-    while await count_tokens(kept) > max_prompt_tokens and num_dropped < num_droppable:
-        num_dropped = min(max(1, 2 * num_dropped), num_droppable)
-        kept = [message for unit in [*units[:head], *units[head + num_dropped :]] for message in unit]
+
+    def without(num_units: int) -> list[Message]:
+        return [message for unit in [*units[:head], *units[head + num_units :]] for message in unit]
+
+    numbers = _numbers(max(0, len(units) - 1 - head))
+    low, high = 0, len(numbers) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if await count_tokens(without(numbers[middle])) <= max_prompt_tokens:
+            high = middle
+        else:
+            low = middle + 1
+    kept = without(numbers[low])
     return kept, len(messages) - len(kept)
+
+
+def _numbers(highest: int) -> list[int]:
+    """1, 2, 3, 4, 5, 7, 9, 12, ... and at last the highest; only 0 when that is all there is."""
+    numbers, number = [], 1
+    while number < highest:
+        numbers.append(number)
+        number = max(number + 1, number * 5 // 4)
+    return [*numbers, highest]
 
 
 def _units(messages: Sequence[Message]) -> list[list[Message]]:

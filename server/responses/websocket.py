@@ -39,13 +39,10 @@ class ResponsesSocket:
         service: ResponsesService,
         config: ServerConfig,
         metrics: ServerMetrics,
-        *,
-        max_connection_s: float = MAX_CONNECTION_S,
     ) -> None:
         self._service = service
         self._config = config
         self._metrics = metrics
-        self._max_connection_s = max_connection_s
 
     async def connect(self, request: web.Request) -> web.StreamResponse:
         """A connection from its start to its end."""
@@ -56,7 +53,7 @@ class ResponsesSocket:
         await socket.prepare(request)
         session = _Session(self._service, self._metrics, socket, request.headers, request[TENANT])
         try:
-            async with asyncio.timeout(self._max_connection_s):
+            async with asyncio.timeout(MAX_CONNECTION_S):
                 await session.serve()
         except TimeoutError:
             await session.say_error(
