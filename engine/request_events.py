@@ -7,12 +7,15 @@ piles up events. Everything here runs in the server's event loop.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from turnkeep.engine.coalescing import merge_tokens
 from turnkeep.engine.messages import Admitted, Finished, Tokens
 
 RequestEvent = Admitted | Tokens | Finished
+
+TIMER_SLACK_S = 0.001  # event loops may fire a timer a little early
 
 
 class RequestEvents:
@@ -30,7 +33,10 @@ class RequestEvents:
         self._finished: Finished | None = None
         self._is_finished = False  # the engine has ended the request (Finished may not be taken yet)
         self._is_aborted = False
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[bool] | None = None
+        # One timer serves all waits: setting one up for each token would cost as much as the token's way to the client.
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline_s = math.inf  # of the present wait, by the event loop's clock
 
     @property
     def is_finished(self) -> bool:
@@ -49,7 +55,11 @@ class RequestEvents:
         else:
             self._finished = event
             self._is_finished = True
-        self._ready.set()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
 
     def take(self) -> RequestEvent | None:
         """The next waiting event, or None."""
@@ -69,16 +79,41 @@ class RequestEvents:
         """
         if self._has_event() or self._is_finished:
             return True
-        self._ready.clear()
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        self._waiter = waiter
+        if timeout_s == math.inf:
+            self._deadline_s = math.inf
+        else:
+            self._deadline_s = loop.time() + timeout_s
+            self._set_timer(loop)
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._ready.wait()
-        except TimeoutError:
-            return False
+            return await waiter
         except asyncio.CancelledError:
             self.close()
             raise
-        return True
+        finally:
+            if self._waiter is waiter:
+                self._waiter = None
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A timer that fires too early looks at the deadline then; only one that would fire too late is replaced."""
+        if self._timer is not None:
+            if self._timer.when() <= self._deadline_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(self._deadline_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        waiter = self._waiter
+        if waiter is None or waiter.done() or self._deadline_s == math.inf:
+            return
+        loop = waiter.get_loop()
+        if loop.time() >= self._deadline_s - TIMER_SLACK_S:
+            waiter.set_result(False)
+        else:
+            self._set_timer(loop)
 
     def close(self) -> None:
         """Abort the request unless it is finished. Idempotent."""
@@ -106,12 +141,7 @@ class RequestEvents:
                 return event
             if self._is_finished:
                 raise StopAsyncIteration
-            self._ready.clear()
-            try:
-                await self._ready.wait()
-            except asyncio.CancelledError:
-                self.close()
-                raise
+            await self.wait(math.inf)
 
     def _has_event(self) -> bool:
         return self._admitted is not None or self._tokens is not None or self._finished is not None

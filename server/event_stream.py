@@ -17,6 +17,9 @@ KEEP_ALIVE = b": keep-alive\n\n"
 _encoder = msgspec.json.Encoder()
 
 
+encode_value = _encoder.encode  # a part of a payload
+
+
 def encode_event(payload: Any) -> bytes:
     """One event whose data is `payload` as JSON on a single line, closed by its blank line.
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from turnkeep.engine.messages import Finished, Stats
+from turnkeep.server.latency_histogram import LatencyHistogram
 from turnkeep.server.turn_events import ChoiceEnded
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -94,8 +95,10 @@ class ServerMetrics:
         def counter(name: str, meaning: str, *labels: str) -> Counter:
             return Counter(f"turnkeep_{name}", meaning, labels, registry=registry)
 
-        def histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"turnkeep_{name}", meaning, buckets=buckets, registry=registry)
+        def histogram(name: str, meaning: str, bounds: tuple[float, ...]) -> LatencyHistogram:
+            made = LatencyHistogram(f"turnkeep_{name}", meaning, bounds)
+            registry.register(made)
+            return made
 
         self.engine_up = Gauge("turnkeep_engine_up", "1 while the engine can serve.", registry=registry)
         self.engine_restarts = counter("engine_restarts", "Engine processes started after one died.")

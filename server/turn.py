@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from turnkeep.engine.handle import EngineHandle
 from turnkeep.engine.messages import Admitted, Finished, Submit, Tokens
-from turnkeep.engine.request_events import RequestEvent, RequestEvents
+from turnkeep.engine.request_events import RequestEvents
 from turnkeep.server import errors
 from turnkeep.server.answer_text import AnswerText
 from turnkeep.server.conversations import Conversation
 from turnkeep.server.text_model import Prompt, TextModel
-from turnkeep.server.turn_events import ChoiceEnded, TurnEvent, TurnStarted
+from turnkeep.server.turn_events import ChoiceEnded, TurnDelta, TurnEvent, TurnStarted
 from turnkeep.server.turn_request import TurnRequest
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ class Turn:
 
     @property
     def is_complete(self) -> bool:
+        if len(self.choices) == 1:  # asked for every token
+            return self.choices[0].is_ended
         return all(choice.is_ended for choice in self.choices)
 
     async def next_events(self, timeout_s: float | None) -> list[TurnEvent]:
@@ -103,7 +105,10 @@ class Turn:
         events: list[TurnEvent] = []
         for choice in await self._wait(math.inf if timeout_s is None else timeout_s):
             while (event := choice.events.take()) is not None:
-                events += await self._receive(choice, event)
+                if isinstance(event, Tokens):
+                    events += self._receive_tokens(choice, event)
+                else:
+                    events += await self._receive(choice, event)
         return events
 
     async def __aenter__(self) -> Turn:
@@ -144,7 +149,9 @@ class Turn:
 
     async def _wait(self, timeout_s: float) -> list[Choice]:
         """The choices that have events, once there is one."""
-        running = [choice for choice in self.choices if not choice.is_ended]
+        running = self.choices
+        if len(running) > 1:
+            running = [choice for choice in running if not choice.is_ended]
         if len(running) == 1:
             return running if await running[0].events.wait(timeout_s) else []
         for choice in running:
@@ -157,14 +164,15 @@ class Turn:
             del self._waits[choice.index]
         return ready
 
-    async def _receive(self, choice: Choice, event: RequestEvent) -> list[TurnEvent]:
-        if isinstance(event, Tokens):
-            self._measure()
-            deltas = choice.text.push(event.token_ids, event.logprobs)
-            if choice.text.is_stopped and not choice.is_stop_sent:
-                choice.is_stop_sent = True
-                self.engine.stop(choice.request_id)
-            return [*deltas]
+    def _receive_tokens(self, choice: Choice, tokens: Tokens) -> list[TurnDelta]:
+        self._measure()
+        deltas = choice.text.push(tokens.token_ids, tokens.logprobs)
+        if choice.text.is_stopped and not choice.is_stop_sent:
+            choice.is_stop_sent = True
+            self.engine.stop(choice.request_id)
+        return deltas
+
+    async def _receive(self, choice: Choice, event: Admitted | Finished) -> list[TurnEvent]:
         if isinstance(event, Admitted):
             choice.num_matched_tokens = event.num_matched_tokens
             if self.is_admitted:

@@ -43,7 +43,7 @@ class OutputParser:
         self.num_unknown_tools: int = 0
         self._think, self._think_end = think_tags or ("", "")
         self._call, self._call_end = call_tags
-        self._tag_starts = {tag[0] for tag in (self._think, self._think_end, *call_tags) if tag}
+        self._tag_starts = frozenset(tag[0] for tag in (self._think, self._think_end, *call_tags) if tag)
         self._tool_names = tool_names
         self._reasoning_prefix = reasoning_prefix
         self._reasoning_suffix = reasoning_suffix
@@ -68,20 +68,13 @@ class OutputParser:
         if self._state != "call" and not (self._prefix or self._after_call or self._backlog):
             plain = self._text + text
             # The usual piece: no tag can begin in it, and it does not end in blanks, which may belong to a tag.
-            if plain and len(plain) <= BLOCK_CHARS and not plain[-1].isspace() and self._has_no_tag(plain):
+            if plain and len(plain) <= BLOCK_CHARS and not plain[-1].isspace() and _holds_none(plain, self._tag_starts):
                 self._text = ""
                 if self._state == "content":
                     self._has_content = True
                 return [Delta(self._state, plain)]
         self._backlog.extend(_blocks(text))
         return self._run()
-
-    def _has_no_tag(self, text: str) -> bool:
-        """Surely: not even the first character of one."""
-        for start in self._tag_starts:  # one, almost always
-            if start in text:
-                return False
-        return True
 
     def finish(self, reason: str) -> list[Delta]:
         """The rest. reason: why generation ended ("stop", "length", ...)."""
@@ -281,6 +274,10 @@ class OutputParser:
 
 def _blocks(text: str) -> Iterator[str]:
     return (text[start : start + BLOCK_CHARS] for start in range(0, len(text), BLOCK_CHARS))
+
+
+def _holds_none(text: str, characters: frozenset[str]) -> bool:
+    return all(character not in text for character in characters)
 
 
 def _first_of(text: str, tags: Sequence[str]) -> tuple[int, str | None]:
