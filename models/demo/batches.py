@@ -20,8 +20,8 @@ from turnkeep.models.demo.rendering import TokenSpan, TurnEncoder, concatenate, 
 # Seeds below this are for evaluation and demonstration, never for training.
 FIRST_TRAINING_SEED = 1_000_000
 
-# Recalling is learned last, so half of the conversations are mostly about that.
-MEMORY_SHARE = 0.7
+# Recalling is learned last, so two thirds of the conversations are mostly about that.
+MEMORY_SHARE = 0.8
 
 SYSTEM_PROMPTS = (
     SYSTEM_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPT, None, "You are a helpful assistant.",
@@ -44,7 +44,7 @@ def fill_conversation(seed: int, length: int, encoder: TurnEncoder, *, keep_reas
         seed,
         with_tools=rng.random() < 0.92,
         system=rng.choice(SYSTEM_PROMPTS),
-        memory_share=rng.choice((0.0, MEMORY_SHARE)),
+        memory_share=rng.choice((0.0, MEMORY_SHARE, MEMORY_SHARE)),
     )
     spans = [encoder.context(render_system(writer.system, writer.tools))]
     total, last = len(spans[0]), None

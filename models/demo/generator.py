@@ -107,7 +107,7 @@ class ConversationWriter:
 
     def _choose_memory_kind(self) -> str:
         num_facts, draw = len(self._facts), self._rng.random()
-        if num_facts == 0 or draw < (0.6 if num_facts < 8 else 0.15 if num_facts < MAX_FACTS else 0.0):
+        if num_facts == 0 or draw < (0.6 if num_facts < 14 else 0.2 if num_facts < 40 else 0.0):
             return "tell"
         return "recall_unknown" if draw > 0.92 else "recall"
 

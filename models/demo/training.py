@@ -169,7 +169,7 @@ def main() -> None:
         run(trainer, progress, args.export, args.every_s)
 
 
-PHASES = "2400x512,900x1024,900x512+1024+2560"
+PHASES = "980x512,350x1024,1320x1024+1024+2560"
 
 if __name__ == "__main__":
     main()
