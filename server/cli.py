@@ -1,4 +1,4 @@
-"""The command `turnkeep`: serve, chat, demo. Settings come from options, then the environment, then defaults.
+"""The command `turnkeep`: serve, chat, demo, inspect. Settings come from options, then the environment, then defaults.
 
 Exit status: 0 done, 1 could not run (one line on standard error says why), 2 wrong usage.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import shlex
@@ -21,15 +22,19 @@ from aiohttp import ClientError
 import turnkeep
 from turnkeep.clients.chat_client import RequestFailedError
 from turnkeep.engine.config import EngineConfig
+from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructions
 from turnkeep.engine.handle import EngineStartError
 from turnkeep.engine.sizing import POOL_DTYPES
-from turnkeep.models.catalog import MODEL_NAMES, ModelFilesError, ModelNotFound
+from turnkeep.models.catalog import MODEL_NAMES, ModelFilesError, ModelNotFound, find_model
+from turnkeep.models.config import ConfigError
 from turnkeep.server.config import DEFAULT_HOST, DEFAULT_PORT, ServerConfig, parse_size
 from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging
 from turnkeep.server.serve import PortTakenError, RunningServer, serve_until_signal
 
 log = logging.getLogger(__name__)
+
+INSPECTED_LENGTHS = (512, 2048, 8192, 32768, 131072)
 
 
 class CommandError(Exception):
@@ -82,7 +87,11 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=1, help="which conversation (default: 1)")
     demo.set_defaults(run=run_demo, log_level="warning")
 
-    for command in (serve, chat, demo):
+    inspect = commands.add_parser("inspect", help="show what a model is made of, and what its cache costs")
+    _add_inspect_options(inspect)
+    inspect.set_defaults(run=run_inspect, log_level="warning")
+
+    for command in (serve, chat, demo, inspect):
         levels = ("debug", "info", "warning", "error")
         command.add_argument("--log-level", choices=levels, help="how much to log on standard error")
     return parser
@@ -112,6 +121,19 @@ def _add_pool_dtypes(group: argparse._ArgumentGroup) -> None:
         "--state-dtype", choices=POOL_DTYPES, default="float32", help="recurrent states (default: float32); bfloat16 "
         "halves a snapshot, and rounds the state at every step",
     )  # fmt: skip
+
+
+def _add_inspect_options(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(MODEL_NAMES)
+    parser.add_argument("model", nargs="?", default="demo", help=f"{names}, a model folder or a GGUF file (demo)")
+    group = parser.add_argument_group("what to assume")
+    group.add_argument("--memory", type=_size, metavar="SIZE", help="for the cache (default: what the engine takes)")
+    group.add_argument("--dtype", choices=POOL_DTYPES, help="weights (default: what the machine does best)")
+    _add_pool_dtypes(group)
+    group.add_argument(
+        "--tokens", type=_positive, action="append", metavar="N", help="length of a conversation; may be repeated"
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -223,6 +245,28 @@ def run_demo(options: argparse.Namespace) -> None:
     from turnkeep.server.demo import demo
 
     _run_client(options, lambda url, key: demo(url, key, num_turns=options.turns, seed=options.seed))
+
+
+def run_inspect(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from turnkeep.server.inspect_model import inspect_model, print_report, report_json
+
+    config = EngineConfig(model=options.model, kv_dtype=options.kv_dtype, state_dtype=options.state_dtype)
+    try:
+        report = inspect_model(
+            find_model(options.model),
+            config,
+            dtype=options.dtype or ("bfloat16" if has_bf16_instructions() else "float32"),
+            memory_bytes=options.memory or default_memory_bytes(),
+            lengths=options.tokens or INSPECTED_LENGTHS,
+        )
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    if options.json:
+        print(json.dumps(report_json(report), indent=2))
+    else:
+        print_report(report, Console())
 
 
 def start_message(server: RunningServer, config: ServerConfig) -> str:
