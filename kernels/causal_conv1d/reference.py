@@ -45,7 +45,7 @@ def causal_conv1d_reference(
     if bias is not None:
         y += bias
     if activation == "silu":
-        y = _silu(y)
+        y = silu(y)
 
     # The window after p tokens of a sequence is the `tail` inputs from p on, counted from its own start.
     ends = [start + length for start, length in zip(starts, seq_lens, strict=False)]
@@ -75,7 +75,7 @@ def _with_windows(
     return torch.cat(pieces) if pieces else x
 
 
-def _silu(y: torch.Tensor) -> torch.Tensor:
+def silu(y: torch.Tensor) -> torch.Tensor:
     """y / (1 + exp(-y)), in place. The fused silu rounds an element by where it lies in memory; these steps do not."""
     return y.div_(y.neg().exp_().add_(1.0))
 
@@ -98,5 +98,5 @@ def causal_conv1d_update_reference(
     if bias is not None:
         y = y + bias
     if activation == "silu":
-        y = _silu(y)
+        y = silu(y)
     return y.to(x.dtype)

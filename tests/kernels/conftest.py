@@ -13,25 +13,31 @@ import torch
 # Imported here, so that every kernel module is known before the first test.
 from turnkeep.kernels import (
     causal_conv1d,
+    draft_tree,
     gated_delta_scan,
+    gated_delta_tree,
     norm,
     paged_attention,
     rotary,
     row_copy,
     sampling,
     ssd_scan,
+    ssd_tree,
     unit_triangular,
 )
 
 PACKAGES = (
     causal_conv1d,
+    draft_tree,
     gated_delta_scan,
+    gated_delta_tree,
     norm,
     paged_attention,
     rotary,
     row_copy,
     sampling,
     ssd_scan,
+    ssd_tree,
     unit_triangular,
 )
 

@@ -10,12 +10,14 @@ import pytest
 OPERATIONS = {
     "causal_conv1d": ["causal_conv1d", "causal_conv1d_update"],
     "gated_delta_scan": ["gated_delta_scan", "gated_delta_update"],
+    "gated_delta_tree": ["gated_delta_tree", "gated_delta_fold"],
     "norm": ["rms_norm", "gated_rms_norm"],
     "paged_attention": ["paged_attention", "write_kv"],
     "rotary": ["apply_rotary"],
     "row_copy": ["copy_rows", "copy_page_slots"],
     "sampling": ["sample", "top_logprobs"],
     "ssd_scan": ["ssd_scan", "ssd_update"],
+    "ssd_tree": ["ssd_tree", "ssd_fold"],
 }
 
 

@@ -1,0 +1,15 @@
+"""What a token adds to the state of a Mamba-2 layer; once computed it never changes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class SsdTerms(NamedTuple):
+    """Packed tokens: the state is decayed by exp(dt A), then dt x B^T is added."""
+
+    x: torch.Tensor  # [T, H, P]
+    dt: torch.Tensor  # [T, H] >= 0
+    B: torch.Tensor  # [T, G, N]
