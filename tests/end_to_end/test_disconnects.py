@@ -63,16 +63,16 @@ def test_a_thousand_disconnects_leave_nothing_behind(demo_server: Server) -> Non
         with socket.create_connection(("127.0.0.1", demo_server.port), timeout=30) as connection:
             connection.sendall(request_bytes(demo_server.port, stream=stream, prompt=prompt))
             kind = generator.random()
-            if kind < 0.15 and stream:
-                connection.recv(256)  # into the decode phase
-            elif kind < 0.5:
+            if kind < 0.5 and stream:
+                connection.recv(256)  # the answer has begun: the engine is at work on it
+            elif kind < 0.7:
                 time.sleep(generator.random() * 0.004)
             if kind > 0.8:
                 # RST instead of FIN
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     assert wait_until_idle(demo_server) == (0, 0, 0, 0)
-    # Most of them had reached the engine, else the test shows nothing.
-    assert demo_server.metrics()["turnkeep_requests_aborted_total"] - aborted_before > NUM_CYCLES / 4
+    # A quarter of the clients left an answer that had begun; only a few of those may have been complete.
+    assert demo_server.metrics()["turnkeep_requests_aborted_total"] - aborted_before > NUM_CYCLES / 5
     status, answer = demo_server.post(
         "/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 16}
     )
