@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from turnkeep.server import errors
+from turnkeep.server.responses.shapes import check_depth
 from turnkeep.server.stores import Item
 
 MAX_ITEMS = 20_000
@@ -74,6 +75,7 @@ def _read_item(item: Any, path: str) -> Item:
     if not isinstance(kind, str):
         raise errors.bad_request(f"{path}.type must be a string.", f"{path}.type")
     if kind in HOSTED:
+        check_depth(item, path)
         return {**item, "type": kind, **_given_id(item)}
     read = _READERS.get(kind)
     if read is None:

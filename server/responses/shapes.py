@@ -11,6 +11,7 @@ import msgspec
 
 from turnkeep.server import errors
 from turnkeep.server.chat_completions import ReasoningEffort, decode_request
+from turnkeep.server.chat_messages import MAX_DEPTH, depth_of
 
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
@@ -150,10 +151,17 @@ def check_request(request: ResponsesRequest) -> None:
         raise errors.bad_request("A response in the background must be stored.", "background")
     if request.max_tool_calls is not None and request.max_tool_calls < 1:
         raise errors.bad_request("max_tool_calls must be at least 1.", "max_tool_calls")
+    check_depth(request.tool_choice, "tool_choice")
     for param in ("prompt", "context_management"):
         if getattr(request, param):
             raise errors.ApiError(400, f"{param} is not supported.", param=param, code="unsupported_parameter")
     check_metadata(request.metadata)
+
+
+def check_depth(value: Any, path: str) -> None:
+    """What is kept and repeated as it came may not be nested without end. Raises ApiError 400."""
+    if depth_of(value) > MAX_DEPTH:
+        raise errors.bad_request(f"{path} is nested too deeply.", path)
 
 
 def check_metadata(metadata: dict[str, str] | None) -> dict[str, str]:

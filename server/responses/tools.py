@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from turnkeep.server import errors
+from turnkeep.server.responses.shapes import check_depth
 
 CUSTOM_PARAMETERS = {
     "type": "object",
@@ -55,6 +56,7 @@ def read_tools(tools: Sequence[Any] | None) -> ToolSet:
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if not isinstance(kind, str):
             raise errors.bad_request(f"{path} must be an object with a type.", f"{path}.type")
+        check_depth(tool, path)
         if kind == "namespace":
             _add_namespace(result, tool, path)
         elif kind in ("function", "custom"):

@@ -274,6 +274,10 @@ async def test_a_response_names_its_conversation_for_the_next_turn(text_model: T
     assert tags == [first.id, first.id, first.id, None, "t", None]
 
 
+DEEP: Any = []
+for _ in range(99):
+    DEEP = [DEEP]
+
 BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"model": None}, 400, "model"),
     ({"model": "other"}, 404, "model"),
@@ -295,6 +299,9 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"input": [{"type": "reasoning", "summary": 5}]}, 400, "input[0].summary"),
     ({"input": [{"type": "item_reference", "id": "msg_unknown"}]}, 400, "input[0].id"),
     ({"input": [{"id": f"msg_{'0' * 32}i0"}]}, 400, "input[0].id"),
+    ({"input": [{"type": "web_search_call", "action": DEEP}]}, 400, "input[0]"),
+    ({"tools": [{"type": "web_search", "x": DEEP}]}, 400, "tools[0]"),
+    ({"tool_choice": {"type": "web_search", "x": DEEP}}, 400, "tool_choice"),
     ({"instructions": 5}, 400, "instructions"),
     ({"previous_response_id": "resp_x"}, 404, "previous_response_id"),
     ({"previous_response_id": f"resp_{'0' * 32}"}, 404, "previous_response_id"),
