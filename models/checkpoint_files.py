@@ -112,7 +112,7 @@ class SafetensorsFolder:
 
 
 class GGUFTensors:
-    """The tensors of a GGUF file, dequantised to float32 and put back into Hugging Face's row order."""
+    """The tensors of a GGUF file, dequantised to float32, in Hugging Face's order of rows and shapes."""
 
     def __init__(self, source: GGUFSource) -> None:
         try:
@@ -125,8 +125,7 @@ class GGUFTensors:
         self.data = np.memmap(source.path, dtype=np.uint8, mode="r")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        tensors = self.source.header.tensors
-        return {name: tensors[stored].shape for name, stored in self.names.items()}
+        return {name: self.source.hf_shape(stored) for name, stored in self.names.items()}
 
     def read(self, name: str) -> torch.Tensor:
         stored = self.names[name]
@@ -136,6 +135,9 @@ class GGUFTensors:
             # Stored rows of a head alternate between its halves: (i, i + D/2) lie next to each other.
             pairs = values.reshape(num_heads, -1, 2, *values.shape[1:])  # [H, D / 2, 2, ...]
             values = pairs.swapaxes(1, 2).reshape(values.shape)
+        if self.source.holds_negative_exp(stored):
+            values = np.log(-values)
+        values = values.reshape(self.source.hf_shape(stored))
         # Unquantised tensors still lie in the file's read-only map.
         return torch.from_numpy(np.ascontiguousarray(values) if values.flags.writeable else values.copy())
 

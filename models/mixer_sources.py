@@ -253,7 +253,21 @@ def block_weight_map(
         sources |= own
         if kind == "moe" and config.moe:
             alternatives |= layer_alternatives(index, prefix + names.layer.mlp, own, config.moe)
+        if kind in ("mlp", "moe") and len(names.layer.mlp_up) == 1:
+            alternatives |= _gates_apart(own, prefix + names.layer.shared_mlp)
     return WeightMap(sources, canonical, ignored=ignored, alternatives=alternatives)
+
+
+def _gates_apart(sources: Sources, prefix: str) -> Alternatives:
+    """The other layout of an MLP whose gate and up are stored as one tensor: two tensors."""
+    found: Alternatives = {}
+    for name, source in sources.items():
+        if name.endswith("up_proj_weight"):
+            rows, hidden_size = source.parts[0].shape
+            halves = {"gate_proj": rows // 2, "up_proj": rows // 2}
+            apart = joined(prefix, halves, ".weight", hidden_size)
+            found[name] = (apart.times(*source.row_factors),)
+    return found
 
 
 def layer_alternatives(index: int, prefix: str, sources: Sources, config: MoEConfig) -> Alternatives:

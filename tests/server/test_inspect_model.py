@@ -1,4 +1,4 @@
-"""`turnkeep inspect`: sizes that equal those of the decoder and of the pools, for every kind of model; text and JSON."""
+"""`turnkeep inspect`: sizes that equal those of the decoder and of its pools for every kind of model, text and JSON."""
 
 from __future__ import annotations
 
