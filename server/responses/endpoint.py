@@ -14,10 +14,11 @@ from turnkeep.server.item_lists import item_page
 from turnkeep.server.metrics import ServerMetrics
 from turnkeep.server.request_body import read_body
 from turnkeep.server.responses.background import BackgroundRun, BackgroundRuns, as_seen
+from turnkeep.server.responses.compaction import compact
 from turnkeep.server.responses.plan import RESPONSE_ID, store_is_down
 from turnkeep.server.responses.run import encode_events
 from turnkeep.server.responses.service import ResponsesService
-from turnkeep.server.responses.shapes import parse_responses_request
+from turnkeep.server.responses.shapes import parse_compact_request, parse_responses_request
 from turnkeep.server.responses.websocket import ResponsesSocket
 from turnkeep.server.stores import StoreDownError, StoredResponse
 from turnkeep.server.turn_stream import TurnStream
@@ -105,6 +106,13 @@ class ResponsesEndpoint:
         count = await self._service.count_tokens(body, request.headers, request[TENANT])
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
+    async def compact(self, request: web.Request) -> web.Response:
+        """A conversation made short. Nothing of it is stored."""
+        arrival_s = time.monotonic()
+        self._service.chat.check_open()
+        body = await read_body(request, parse_compact_request)
+        return json_response(await compact(self._service, body, request.headers, request[TENANT], arrival_s))
+
     async def _find(self, tenant: str, id: str) -> StoredResponse:
         try:
             stored = await self._service.store.find_response(tenant, id) if RESPONSE_ID.fullmatch(id) else None
@@ -154,6 +162,7 @@ def add_responses(app: web.Application, endpoint: ResponsesEndpoint, socket: Res
     router.add_post("/v1/responses", endpoint.create)
     router.add_get("/v1/responses", socket.connect, allow_head=False)
     router.add_post("/v1/responses/input_tokens", endpoint.input_tokens)
+    router.add_post("/v1/responses/compact", endpoint.compact)
     router.add_get("/v1/responses/{id}", endpoint.retrieve, allow_head=False)
     router.add_delete("/v1/responses/{id}", endpoint.delete)
     router.add_post("/v1/responses/{id}/cancel", endpoint.cancel)

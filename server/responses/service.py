@@ -16,6 +16,7 @@ from turnkeep.server.responses.run import ResponseRun
 from turnkeep.server.responses.shapes import ResponsesRequest
 from turnkeep.server.responses.truncation import drop_middle
 from turnkeep.server.stores import Store, StoreDownError
+from turnkeep.server.turn import Turn
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +47,12 @@ class ResponsesService:
         Raises ApiError for what can be refused before the engine sees it; nothing is held then.
         """
         self.chat.check_open()
-        if not self.chat.serves(request.model):
-            raise errors.model_not_found(request.model)
         if request.is_stored:
             await self._check_store()
-        plan = await self.planner.plan(request, headers, tenant, link=link, is_session=is_session)
+        plan = await self.plan(request, headers, tenant, link=link, is_session=is_session)
         try:
             with response_params():
-                if request.truncation == "auto":
-                    await self._truncate(plan, headers)
-                turn = await self.chat.start_turn(plan.chat(), headers, tenant, arrival_s)
+                turn = await self.start_turn(plan, headers, arrival_s)
         except BaseException:
             await self.planner.release(plan)
             raise
@@ -71,11 +68,30 @@ class ResponsesService:
         )
         return ResponseRun(self.chat, self.store, plan, turn, builder, created_s=created_s, clock=self.clock)
 
-    async def count_tokens(self, request: ResponsesRequest, headers: Mapping[str, str], tenant: str) -> int:
-        """Prompt tokens of the same request, by the same walk. Raises ApiError."""
+    async def plan(
+        self,
+        request: ResponsesRequest,
+        headers: Mapping[str, str],
+        tenant: str,
+        *,
+        link: Link | None = None,
+        locks: bool = True,
+        is_session: bool = False,
+    ) -> Plan:
+        """As Planner.plan, for a model that is served."""
         if not self.chat.serves(request.model):
             raise errors.model_not_found(request.model)
-        plan = await self.planner.plan(request, headers, tenant, locks=False)
+        return await self.planner.plan(request, headers, tenant, link=link, locks=locks, is_session=is_session)
+
+    async def start_turn(self, plan: Plan, headers: Mapping[str, str], arrival_s: float) -> Turn:
+        """Submit the messages of a plan, cut to fit where that is wanted. Raises ApiError."""
+        if plan.request.truncation == "auto":
+            await self._truncate(plan, headers)
+        return await self.chat.start_turn(plan.chat(), headers, plan.tenant, arrival_s)
+
+    async def count_tokens(self, request: ResponsesRequest, headers: Mapping[str, str], tenant: str) -> int:
+        """Prompt tokens of the same request, by the same walk. Raises ApiError."""
+        plan = await self.plan(request, headers, tenant, locks=False)
         with response_params():
             return await self._count(plan, plan.messages, headers)
 
