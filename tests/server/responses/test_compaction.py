@@ -20,7 +20,10 @@ async def test_a_compacted_conversation_goes_on_from_its_summary(text_model: Tex
         first = await create(model="demo", input=[rule, {"role": "user", "content": "Where is B47?"}])
         compacted = await server.client.responses.compact(model="demo", previous_response_id=first.id)
         kept, sealed = compacted.output
-        again: Any = [*[item.model_dump(warnings=False) for item in compacted.output], {"role": "user", "content": "And when?"}]
+        again: Any = [
+            *[item.model_dump(warnings=False) for item in compacted.output],
+            {"role": "user", "content": "And when?"},
+        ]
         await create(model="demo", input=again)
         asked, after = (text_model.tokenizer.decode(one.prompt_ids) for one in server.engine.submitted[1:])
     assert (compacted.object, kept.type, sealed.type) == ("response.compaction", "message", "compaction")
