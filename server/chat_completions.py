@@ -23,8 +23,26 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct):
+    """strict is not asked for: a schema is always kept."""
+
+    schema: Any = None
+    name: str | None = None
+
+
 class ResponseFormat(msgspec.Struct):
     type: str = "text"
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's field; one of them may be set."""
+
+    json: Any = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # in Lark notation, as llguidance has it
 
 
 class ChatCompletionRequest(msgspec.Struct, kw_only=True):
@@ -36,6 +54,11 @@ class ChatCompletionRequest(msgspec.Struct, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None

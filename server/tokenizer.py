@@ -72,6 +72,11 @@ class Tokenizer:
             return False
         return not any(other != text and other.startswith(text) for other in self._added_id)
 
+    @property
+    def description(self) -> str:
+        """The text of the tokenizer.json."""
+        return json.dumps(self._description)
+
     def encode(self, text: str, allow_special: bool = True) -> list[int]:
         """Token ids of a text. Without `allow_special`, text that spells a control token is encoded as plain text."""
         text = replace_lone_surrogates(text)

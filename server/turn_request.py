@@ -22,6 +22,7 @@ from turnkeep.server.chat_messages import (
     normalize_messages,
     normalize_tools,
 )
+from turnkeep.server.output_rules import OutputRules, callable_names, output_rules
 
 MAX_CHOICES = 8
 MAX_STOPS = 4
@@ -76,6 +77,7 @@ class TurnRequest:
     num_choices: int = 1
     stop_strings: tuple[str, ...] = ()
     tool_names: frozenset[str] | None = None  # None: no calls
+    output_rules: OutputRules | None = None  # the form that the output must have
     parallel_tool_calls: bool = True
     return_token_ids: bool = False
     priority: int = 0
@@ -97,6 +99,9 @@ def to_turn(request: ChatCompletionRequest, defaults: SamplingDefaults, vocab_si
     if request.reasoning_effort is not None:
         template_kwargs.setdefault("reasoning_effort", request.reasoning_effort)
         template_kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
+    rules = output_rules(request, tools)
+    if rules is not None and request.min_tokens:
+        raise errors.bad_request("min_tokens cannot be combined with a form that the output must have.", "min_tokens")
     return TurnRequest(
         messages=messages,
         sampling=_sampling(request, defaults, vocab_size),
@@ -104,7 +109,8 @@ def to_turn(request: ChatCompletionRequest, defaults: SamplingDefaults, vocab_si
         template_kwargs=template_kwargs,
         num_choices=num_choices,
         stop_strings=_stop_strings(request.stop),
-        tool_names=_callable_names(tools, request.tool_choice),
+        tool_names=callable_names(tools, request.tool_choice, rules),
+        output_rules=rules,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         return_token_ids=bool(request.return_token_ids),
         priority=_priority(request.priority),
@@ -114,20 +120,6 @@ def to_turn(request: ChatCompletionRequest, defaults: SamplingDefaults, vocab_si
 
 def _refuse_unserved(request: ChatCompletionRequest) -> None:
     """What the API defines and this server cannot do yet is said, never silently ignored."""
-    choice = request.tool_choice
-    if choice == "required" or isinstance(choice, dict):
-        raise errors.unsupported(
-            "tool_choice 'required', a named function and 'allowed_tools' need constrained decoding, which is not "
-            "served yet. Use 'auto' or 'none'.",
-            "tool_choice",
-        )
-    if choice not in (None, "auto", "none"):
-        raise errors.bad_request("tool_choice must be 'none' or 'auto'.", "tool_choice")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise errors.unsupported(
-            "response_format 'json_object' and 'json_schema' need constrained decoding, which is not served yet.",
-            "response_format.type",
-        )
     if request.chat_template is not None:
         raise errors.unsupported("A chat template in the request is not accepted.", "chat_template")
     if request.add_generation_prompt is False or request.continue_final_message:
@@ -138,13 +130,6 @@ def _refuse_unserved(request: ChatCompletionRequest) -> None:
     for param in ("functions", "function_call", "audio", "web_search_options"):
         if getattr(request, param) is not None:
             raise errors.ApiError(400, f"{param} is not supported.", param=param, code="unsupported_parameter")
-
-
-def _callable_names(tools: list[dict[str, Any]] | None, tool_choice: Any) -> frozenset[str] | None:
-    """What the answer may call. With tool_choice none the tools stay in the prompt, so that its prefix stays too."""
-    if not tools or tool_choice == "none":
-        return None
-    return frozenset(tool["function"]["name"] for tool in tools)
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -113,8 +113,7 @@ def test_a_body_of_the_wrong_shape_is_refused_naming_the_field(body: bytes, para
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -132,13 +131,6 @@ def test_a_value_that_cannot_be_served_is_refused_naming_the_field(fields: dict[
         convert(**fields)
     assert caught.value.status == 400
     assert caught.value.param == param
-
-
-def test_constrained_decoding_is_refused_as_unsupported_not_ignored() -> None:
-    for fields in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
-        with pytest.raises(ApiError) as caught:
-            convert(**fields)
-        assert caught.value.code == "unsupported_value"
 
 
 def test_unknown_fields_and_nulls_are_ignored() -> None:

@@ -1,0 +1,226 @@
+"""Grammars of answers: what a matcher takes and what it refuses, for templates and tokenizers of several kinds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+from live_server import make_text_model
+from llguidance import LLMatcher, LLTokenizer
+from text_fixtures import MARKUP, TEMPLATES, byte_level_json
+
+from turnkeep.server.chat_completions import convert_request
+from turnkeep.server.errors import ApiError
+from turnkeep.server.output_rules import OutputRules, output_rules
+from turnkeep.server.structured_output import CallLayout, GrammarWriter, find_call_layout
+from turnkeep.server.text_model import TextModel
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"order": {"type": "string"}, "n": {"type": "integer"}},
+    "required": ["order"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("get", "set")]
+ANSWER = OutputRules("response_format", {"json_schema": SCHEMA})
+REQUIRED = OutputRules("tool_choice", None, "required", ("get", "set"))
+NAMED = OutputRules("tool_choice", None, "required", ("get",), is_single_call=True)
+ALLOWED = OutputRules("tool_choice", None, "allowed", ("get",))
+EITHER = OutputRules("response_format", {"json_schema": SCHEMA}, "allowed", ("get", "set"))
+
+
+@dataclass
+class Case:
+    text_model: TextModel
+    tokenizer: LLTokenizer
+    writer: GrammarWriter
+    layout: CallLayout | None
+
+    def takes(self, rules: OutputRules, text: str, prompt: str = "<|assistant|>") -> bool:
+        """Whether a text is a whole answer."""
+        matcher = LLMatcher(self.tokenizer, self.writer.write(rules, TOOLS, prompt), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = self.text_model.tokenizer.encode(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    def call(self, name: str, arguments: str = '{"order": "B", "n": 1}') -> str:
+        assert self.layout is not None
+        return self.layout.before + name + self.layout.between + arguments + self.layout.after
+
+    def thought(self) -> str:
+        output_format = self.text_model.format
+        return f"<think>\nabc {{x}}\n</think>{output_format.content_prefix}" if output_format.has_reasoning else ""
+
+
+@cache
+def case(name: str) -> Case:
+    """demo; or a template with markup as tokens (:tokens) or as text (:text)."""
+    template, _, kind = name.partition(":")
+    if name == "demo":
+        text_model = make_text_model()
+    else:
+        description = json.loads(byte_level_json())
+        if kind == "text":
+            added = [token for token in description["added_tokens"] if token["content"] not in MARKUP]
+            description["added_tokens"] = added
+        text = (TEMPLATES / f"{template}.jinja").read_text()
+        text_model = TextModel(json.dumps(description), text, name="x", bos_token="<|bos|>", eos_token_ids=[3])
+    vocab_size = text_model.tokenizer.vocab_size
+    tokenizer = LLTokenizer(text_model.tokenizer.description, n_vocab=vocab_size, eos_token=[2])
+    special = frozenset(token_id for token_id in range(vocab_size) if tokenizer.is_special_token(token_id))
+    writer = GrammarWriter(text_model.template, text_model.tokenizer, text_model.format, special)
+    return Case(text_model, tokenizer, writer, find_call_layout(text_model.template))
+
+
+NAMES = [
+    "demo",
+    *(f"{name}:{kind}" for name in ("chatml", "open_think", "thinking_stripped") for kind in ("tokens", "text")),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schema_binds_the_answer_and_not_the_reasoning(name: str) -> None:
+    one = case(name)
+    assert one.takes(ANSWER, '{"order": "B"}')
+    assert one.takes(ANSWER, one.thought() + '{"order": "B", "n": 12}')
+    assert one.takes(ANSWER, '{\n  "order": "B"\n}')
+    for wrong in ('{"order": "B", "x": 1}', "{}", "hello", one.thought() + "hello", '{"order": "B"', one.call("get")):
+        assert not one.takes(ANSWER, wrong), wrong
+    assert not one.takes(ANSWER, "{" + " " * 40 + '"order": "B"}'), "a model must not lose itself in blanks"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_required_calls_are_made_in_the_models_own_form(name: str) -> None:
+    one = case(name)
+    assert one.layout is not None
+    again = one.layout.separator + one.call("set")
+    for rules, texts in {
+        REQUIRED: [one.call("get"), one.thought() + one.call("set"), one.call("get") + again],
+        NAMED: [one.call("get"), one.thought() + one.call("get")],
+    }.items():
+        for text in texts:
+            assert one.takes(rules, text), text
+    for wrong in ("", "hi", "hi " + one.call("get"), one.thought(), one.call("other"), one.call("get", "{}")):
+        assert not one.takes(REQUIRED, wrong), wrong
+    for wrong in (one.call("set"), one.call("get") + again, one.call("get") * 2):
+        assert not one.takes(NAMED, wrong), wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_allowed_tools_leave_text_free_and_let_no_other_call_through(name: str) -> None:
+    one = case(name)
+    call = one.call("get")
+    assert one.layout is not None
+    several = one.layout.separator.join([call, call])
+    for text in ("", "hi\n\nthere", one.thought() + "hi", "hi " + call, call, one.thought() + "well " + several):
+        assert one.takes(ALLOWED, text), text
+    for wrong in (one.call("set"), "hi " + one.call("set"), call + one.layout.separator + one.call("set")):
+        assert not one.takes(ALLOWED, wrong), wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_tools_a_schema_leaves_the_choice_of_calling(name: str) -> None:
+    one = case(name)
+    assert one.takes(EITHER, one.call("set"))
+    assert one.takes(EITHER, one.thought() + '{"order": "B"}')
+    assert not one.takes(EITHER, "hi")
+
+
+@pytest.mark.parametrize("kind", ["tokens", "text"])
+def test_the_end_of_the_prompt_tells_whether_reasoning_is_open(kind: str) -> None:
+    one = case(f"open_think:{kind}")
+    assert one.takes(ANSWER, 'abc {\n</think>\n\n{"order": "B"}', "<think>\n")
+    assert not one.takes(ANSWER, '{"order": "B"}', "<think>\n"), "that is reasoning still"
+    assert one.takes(ANSWER, '{"order": "B"}', "<think>\n\n</think>\n\n")
+    assert not one.takes(ANSWER, '<think>a</think>{"order": "B"}', "<think>\n\n</think>\n\n")
+
+
+def test_a_template_with_another_form_of_calls_is_refused_not_guessed_at() -> None:
+    with pytest.raises(ApiError, match="cannot be constrained"):
+        case("tools_last:tokens").writer.write(REQUIRED, TOOLS, "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ({"regex": r"[0-9]{2}/[a-z]\/x"}, ["12/a/x"], ["12/a", "1/a/x"]),
+        ({"regex": "a\nb"}, ["a\nb"], ["ab"]),
+        ({"choice": ["yes", 'é\n"q', "no way"]}, ["yes", 'é\n"q', "no way"], ["no", "yes "]),
+        ({"lark_grammar": 'start: "a" | "b"'}, ["a", "b"], ["c"]),
+        ({"json_schema": {"type": "object"}}, ['{"a": {"b": [1, null]}}'], ["[]", "1"]),
+    ],
+)
+def test_other_forms_of_answers(answer: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    rules = OutputRules("x", answer)
+    assert all(case("demo").takes(rules, text) for text in right)
+    assert not any(case("demo").takes(rules, text) for text in wrong)
+
+
+def rules_of(tools: list[dict[str, Any]] | None = None, **fields: Any) -> OutputRules | None:
+    return output_rules(convert_request({"model": "m", "messages": [{}], "tools": tools, **fields}), tools)
+
+
+def only(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_fields_of_requests_become_rules() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "o", "strict": True, "schema": SCHEMA}}
+    named = {"type": "function", "function": {"name": "get"}}
+    assert rules_of() is None
+    assert rules_of(TOOLS, tool_choice="auto", response_format={"type": "text"}) is None
+    assert rules_of(response_format=schema) == ANSWER
+    assert rules_of(TOOLS, response_format=schema) == EITHER
+    assert rules_of(TOOLS, tool_choice="required") == REQUIRED
+    assert rules_of(TOOLS, tool_choice=named) == NAMED
+    assert rules_of(TOOLS, tool_choice=only("auto", "get")) == ALLOWED
+    assert rules_of(TOOLS, tool_choice=only("required", "set", "get")) == OutputRules(
+        "tool_choice", None, "required", ("set", "get")
+    )
+    assert rules_of(guided_json=json.dumps(SCHEMA)) == OutputRules("guided_json", {"json_schema": SCHEMA})
+    assert rules_of(structured_outputs={"choice": ["a"]}) == OutputRules("structured_outputs.choice", {"choice": ["a"]})
+    without_calls = rules_of(TOOLS, tool_choice="none", response_format=schema)
+    assert without_calls is not None
+    assert without_calls.calls == "none"
+
+
+def nested(depth: int) -> Any:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "other"}}, "tool_choice.type"),
+        ({"tools": TOOLS, "tool_choice": only("auto")}, "tool_choice.allowed_tools"),
+        ({"tools": TOOLS, "tool_choice": only("never", "get")}, "tool_choice.allowed_tools"),
+        ({"tools": TOOLS, "tool_choice": only("auto", "get", "x")}, "tool_choice.allowed_tools.tools[1]"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": [1]}, "guided_json"),
+        ({"guided_json": nested(70)}, "guided_json"),
+        ({"guided_json": {"enum": ["x" * 300_000]}}, "guided_json"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_regex": "a\0"}, "guided_regex"),
+        ({"guided_regex": "a" * 9000}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        rules_of(**fields)
+    assert (refusal.value.status, refusal.value.param) == (400, param)
