@@ -136,6 +136,7 @@ class EngineLoop:
                     conversation_id=message.conversation_id,
                     cache_root=message.cache_root,
                     priority=message.priority,
+                    tenant=message.tenant,
                 )
             )
         except DuplicateRequestError as error:

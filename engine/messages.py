@@ -21,6 +21,7 @@ class Submit(msgspec.Struct, tag="submit", kw_only=True, omit_defaults=True):
     conversation_id: str | None = None
     cache_root: str = ""
     priority: int = 0
+    tenant: str = ""  # waiting requests are admitted in fair shares between tenants
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from turnkeep.scheduler.admission import Admission
 from turnkeep.scheduler.config import SchedulerConfig
 from turnkeep.scheduler.events import Admitted, Finished, SchedulerEvent, TokenOut
+from turnkeep.scheduler.fair_order import FairOrder
 from turnkeep.scheduler.request import FinishReason, Request
 from turnkeep.scheduler.scheduler_stats import SchedulerStats
 from turnkeep.scheduler.step_plan import SampledToken, StepItem, StepOutput, StepPlan
@@ -53,6 +54,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # waiting, running and suspended
         self._running: list[Request] = []  # in order of service (Request.rank)
         self._waiting = WaitingQueue()
+        self._fair_order = FairOrder()
         self._admission = Admission(cache, config, self._waiting)
         self._planner = StepPlanner(cache, config.max_step_tokens)
         self._events: list[SchedulerEvent] = []
@@ -84,6 +86,9 @@ class Scheduler:
         if reason is not None:
             self._end(request, "refused", reason)
             return
+        request.fair_start = self._fair_order.start(
+            request.tenant, request.num_prompt_tokens, request.sampling.max_new_tokens
+        )
         self._waiting.add(request)
         self._may_admit = True
 
@@ -200,6 +205,7 @@ class Scheduler:
             self._opened_since_step.append(request)
             if request.admitted_s is None:
                 request.admitted_s = self._clock()
+                self._fair_order.admitted(request.fair_start)
                 self._stats.num_admitted += 1
                 self._stats.num_prompt_tokens += request.num_prompt_tokens
                 self._stats.num_cached_tokens += request.num_cached_tokens

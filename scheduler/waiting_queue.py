@@ -1,4 +1,4 @@
-"""Requests that wait for admission, in order of service: suspended ones before new ones, then by rank.
+"""Requests that wait for admission: by priority, suspended ones before new ones, then by fair share and arrival.
 
 A waiting request is found and removed in O(log n) comparisons.
 """
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from turnkeep.scheduler.request import Request
 
 
-def _service_order(request: Request) -> tuple[int, bool, int]:
-    return (request.priority, request.status != "suspended", request.arrival_number)
+def _service_order(request: Request) -> tuple[int, bool, float, int]:
+    return (request.priority, request.status != "suspended", request.fair_start, request.arrival_number)
 
 
 class WaitingQueue:
-    """Sorted by priority, suspended first, arrival. A request's status must not change while it is in here."""
+    """Sorted by service order. A request's status must not change while it is in here."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []

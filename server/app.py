@@ -19,6 +19,7 @@ from turnkeep.server.conversations import cache_root
 from turnkeep.server.conversations_api import ConversationsEndpoint, add_conversations
 from turnkeep.server.engine_supervisor import EngineSupervisor
 from turnkeep.server.http_guard import TENANT, Authenticator, add_common_headers, json_response, make_guard
+from turnkeep.server.idempotency import make_idempotency
 from turnkeep.server.messages_api import MessagesEndpoint, messages_envelope
 from turnkeep.server.metrics import CONTENT_TYPE, ServerMetrics
 from turnkeep.server.responses.endpoint import ResponsesEndpoint, add_responses
@@ -83,7 +84,7 @@ def make_app(
 ) -> web.Application:
     """All routes behind one guard. The caller owns the service and the supervisor."""
     guard = make_guard(Authenticator(config.api_keys), metrics, {"/v1/messages": messages_envelope})
-    app = web.Application(middlewares=[guard], client_max_size=config.max_body_bytes)
+    app = web.Application(middlewares=[guard, make_idempotency()], client_max_size=config.max_body_bytes)
     app.on_response_prepare.append(add_common_headers)
     chat = ChatEndpoint(service, config, metrics)
     info = InfoEndpoints(service, supervisor, metrics)

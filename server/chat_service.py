@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,9 +21,9 @@ from turnkeep.server import errors
 from turnkeep.server.chat_completions import ChatCompletionRequest
 from turnkeep.server.conversations import Conversation, ConversationTable, cache_root, resolve_conversation
 from turnkeep.server.engine_supervisor import EngineSupervisor
-from turnkeep.server.grammar_checker import GrammarChecker
 from turnkeep.server.metrics import ServerMetrics
 from turnkeep.server.stores import Store, StoreDownError
+from turnkeep.server.tenant_limits import TenantLimits
 from turnkeep.server.text_model import Prompt, TextModel
 from turnkeep.server.turn import Choice, Turn
 from turnkeep.server.turn_request import TurnRequest, to_turn
@@ -50,6 +49,7 @@ class ChatService:
         served_names: tuple[str, ...] = (),
         accept_any_model: bool = False,
         max_waiting: int = 1024,
+        limits: TenantLimits | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.text_model = text_model
@@ -62,12 +62,12 @@ class ChatService:
         self._supervisor = supervisor
         self._accept_any_model = accept_any_model
         self._max_waiting = max_waiting
+        self._limits = limits or TenantLimits()
         self._clock = clock
         self._turns: set[Turn] = set()
         self._endings: set[asyncio.Task[None]] = set()
         # One thread: the memory of earlier prompts is shared, and text work must not take the event loop's time.
         self._text_worker = ThreadPoolExecutor(1, thread_name_prefix="turnkeep-text")
-        self._grammars = GrammarChecker(text_model)
         self._num_requests = 0
 
     @property
@@ -139,49 +139,55 @@ class ChatService:
 
         Raises ApiError for what can be refused before the engine sees it.
         """
-        self.check_open()
+        self._check_tenant(tenant)
         request, prompt, conversation, root = await self.prepare(body, headers, tenant)
-        request = await self._with_grammar(request, prompt)
-        return self._submit(request, prompt, conversation, root, arrival_s)
+        return self._submit(request, prompt, conversation, root, arrival_s, tenant)
 
     async def start_text(
         self, body: ChatCompletionRequest, text: str | list[int], arrival_s: float, tenant: str = ""
     ) -> Turn:
         """The same for a bare text or token ids; `body` only says how to sample."""
-        self.check_open()
+        self._check_tenant(tenant)
         request = to_turn(body, self.text_model.sampling_defaults, self._vocab_size())
         prepare = self.text_model.prepare_text if isinstance(text, str) else self.text_model.prepare_tokens
         prompt = await self.in_text_worker(lambda: prepare(text))  # type: ignore[arg-type]  # chosen by its type
-        return self._submit(request, prompt, None, cache_root(tenant or None, body.cache_salt), arrival_s)
+        return self._submit(request, prompt, None, cache_root(tenant or None, body.cache_salt), arrival_s, tenant)
 
-    async def _with_grammar(self, request: TurnRequest, prompt: Prompt) -> TurnRequest:
-        """The request with the grammar that its output must follow, if it asks for one. Raises ApiError."""
-        if request.output_rules is None:
-            return request
-        text, tools = prompt.encoded.text, request.tools or []
-        grammar = await self._grammars.grammar(request.output_rules, tools, text, self._vocab_size())
-        return replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
+    def _check_tenant(self, tenant: str) -> None:
+        """Whether a new turn of this tenant may enter. Raises ApiError 503 or 429, before any work is spent on it."""
+        self.check_open()
+        num_waiting = sum(not turn.is_admitted and turn.tenant == tenant for turn in self._turns)
+        try:
+            self._limits.check(tenant, num_waiting=num_waiting, max_waiting=self._max_waiting)
+        except errors.ApiError:
+            self.metrics.refused.labels("tenant_limit").inc()
+            raise
 
     def _submit(
-        self, request: TurnRequest, prompt: Prompt, conversation: Conversation | None, root: str, arrival_s: float
-    ) -> Turn:
+        self, request: TurnRequest, prompt: Prompt, conversation: Conversation | None, root: str, arrival_s: float,
+        tenant: str,
+    ) -> Turn:  # fmt: skip
         engine = self.check_open()  # again: preparing takes time
         num_prompt_tokens = len(prompt.encoded.token_ids)
         limit = self.max_model_len or num_prompt_tokens + 1
         if num_prompt_tokens >= limit:
             self.metrics.refused.labels("context").inc()
             raise errors.context_overflow(num_prompt_tokens, limit)
-        turn = Turn(self, engine, request, prompt, conversation, arrival_s=arrival_s)
+        turn = Turn(self, engine, request, prompt, conversation, arrival_s=arrival_s, tenant=tenant)
         for index in range(request.num_choices):
             submit = self._submit_message(request, prompt, index, limit, root)
+            submit.tenant = tenant
             if index == 0 and conversation is not None:
                 submit.conversation_id = conversation.conversation_id
             turn.choices.append(Choice(self.text_model, request, prompt, submit, engine.submit(submit), index))
         self._turns.add(turn)
+        self._limits.turn_opened(tenant)
+        self._limits.charge(tenant, num_prompt_tokens * request.num_choices)
         return turn
 
     def turn_closed(self, turn: Turn) -> None:
         self._turns.discard(turn)
+        self._limits.turn_closed(turn.tenant)
 
     async def end_choice(self, turn: Turn, choice: Choice) -> None:
         """After Finished: tell the engine how much of it will be repeated, and keep the record.
@@ -201,7 +207,6 @@ class ChatService:
         """Wait for the endings that still run. The engine is closed by its supervisor."""
         if self._endings:
             await asyncio.gather(*self._endings, return_exceptions=True)
-        await self._grammars.close()
         self._text_worker.shutdown(wait=False, cancel_futures=True)
 
     async def _end_choice(self, turn: Turn, choice: Choice) -> None:
@@ -217,6 +222,7 @@ class ChatService:
             # The answer is good whatever happens here; only the next turn would have to compute more.
             log.exception("the stable end of turn %s could not be found", choice.request_id)
         turn.engine.end_turn(choice.request_id, stable_tokens)
+        self._limits.charge(turn.tenant, len(output_ids) - finished.num_cached_tokens)
         self.metrics.count_finished(finished, choice.ended())
         if turn.conversation is not None and choice.index == 0:
             turn.conversation.record_turn(
@@ -234,9 +240,8 @@ class ChatService:
         """Each choice is a request of its own to the engine; only their seeds differ."""
         sampling = request.sampling
         room = limit - len(prompt.encoded.token_ids)
-        # With ignore_eos the client's own stop ids still count; the end of a grammar is an end in any case.
-        goes_on = sampling.ignore_eos and sampling.grammar is None
-        eos_ids = () if goes_on else tuple(sorted(self.text_model.eos_token_ids))
+        # With ignore_eos the client's own stop ids still count.
+        eos_ids = () if sampling.ignore_eos else tuple(sorted(self.text_model.eos_token_ids))
         self._num_requests += 1
         return Submit(
             request_id=f"turn-{self._num_requests}-{index}",

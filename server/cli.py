@@ -156,6 +156,8 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         "--redis-url", metavar="URL", help="keep them in Redis instead, shared by several servers, for example "
         "redis://127.0.0.1:6379/0 (or TURNKEEP_REDIS_URL, which the process list does not show)",
     )  # fmt: skip
+    server.add_argument("--tokens-per-minute", type=_positive, help="computed tokens that each API key may ask for")
+    server.add_argument("--max-turns-per-key", type=_positive, help="requests that each API key may have open at once")
     server.add_argument("--drain-s", type=float, help="seconds that running turns get after SIGTERM (default: 30)")
 
 
@@ -199,6 +201,8 @@ def server_config(options: argparse.Namespace) -> ServerConfig:
         "max_waiting": options.max_waiting,
         "redis_url": redis_url,
         "state_dir": None if redis_url is not None else state_dir(options.state_dir),
+        "tokens_per_minute": options.tokens_per_minute,
+        "max_turns_per_key": options.max_turns_per_key,
         "drain_s": options.drain_s,
     }
     return ServerConfig(

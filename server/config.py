@@ -28,6 +28,9 @@ class ServerConfig:
     redis_url: str | None = None  # keep them there instead, shared with other servers
     max_body_bytes: int = 32 * 2**20
     max_waiting: int = 1024  # turns that may wait for admission before new ones get 429
+    tokens_per_minute: int | None = None  # computed tokens that each key may ask for; None: no limit
+    max_turns_per_key: int | None = None  # turns that each key may have open at once; None: no limit
+    write_timeout_s: float = 600.0  # a client that takes nothing of its stream for so long is given up
     keep_alive_s: float = 120.0  # idle HTTP connections; the longest pool of a known client keeps them 90 s
     comment_interval_s: float = 10.0  # a comment on a stream that has nothing to say, so that proxies keep it open
     status_delay_s: float = 15.0  # a stream that still waits for admission gets its 200 and comments after this

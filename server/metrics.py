@@ -108,6 +108,7 @@ class ServerMetrics:
         self.finished = counter("requests_finished", "Engine requests by how they ended.", "reason")
         self.refused = counter("requests_refused", "Requests turned away, by what was short.", "reason")
         self.aborted = counter("requests_aborted", "Requests given up because the client went away.")
+        self.slow_readers = counter("slow_readers", "Streams given up because the client did not take them.")
         self.errors = counter("http_errors", "Answers other than success, by HTTP status.", "status")
         self.time_to_first_token_s = histogram(
             "time_to_first_token_seconds", "From the request's arrival to its first token.", _LATENCY_S

@@ -15,7 +15,30 @@ from turnkeep.server import errors
 
 T = TypeVar("T")
 
+BODY_IDLE_S = 60.0
 PARSE_IN_THREAD_BYTES = 1 << 20  # a body from here on is parsed beside the event loop
+
+
+async def read_bytes(request: web.Request) -> bytes:
+    """The whole body, read once however often it is asked for.
+
+    Raises ApiError 408 when nothing of it arrives for BODY_IDLE_S; else as aiohttp's own read().
+    """
+    if request.content.is_eof():
+        return await request.read()
+    reading = asyncio.ensure_future(request.read())
+    num_bytes = -1
+    try:
+        while not reading.done():
+            if request.content.total_raw_bytes == num_bytes:
+                raise errors.ApiError(
+                    408, f"Nothing of the body arrived for {BODY_IDLE_S:.0f} s.", code="timeout", closes_connection=True
+                )
+            num_bytes = request.content.total_raw_bytes
+            await asyncio.wait((reading,), timeout=BODY_IDLE_S)
+        return reading.result()
+    finally:
+        reading.cancel()
 
 
 async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
@@ -25,7 +48,7 @@ async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
             415, "The body must be sent as Content-Type: application/json.", code="unsupported_media_type"
         )
     try:
-        data = await request.read()
+        data = await read_bytes(request)
     except web.RequestPayloadError:
         message = "The body could not be read: its encoding or its framing is broken."
         raise errors.ApiError(400, message, closes_connection=True) from None

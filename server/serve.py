@@ -23,6 +23,7 @@ from turnkeep.server.chat_service import ChatService
 from turnkeep.server.config import ServerConfig
 from turnkeep.server.engine_supervisor import EngineSupervisor
 from turnkeep.server.metrics import ServerMetrics
+from turnkeep.server.tenant_limits import make_limits
 from turnkeep.server.text_model import TextModel
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ async def running_server(
         served_names=config.served_model_names,
         accept_any_model=config.accept_any_model,
         max_waiting=config.max_waiting,
+        limits=make_limits(config),
     )
     runner = make_runner(make_app(service, supervisor, metrics, config), config)
     listener = bind(config.host, config.port)

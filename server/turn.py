@@ -73,11 +73,13 @@ class Turn:
         conversation: Conversation | None,
         *,
         arrival_s: float,
+        tenant: str = "",
     ) -> None:
         self.engine = engine
         self.request = request
         self.prompt = prompt
         self.conversation = conversation
+        self.tenant = tenant
         self.choices: list[Choice] = []
         self.is_admitted = False
         self.time_to_first_token_s: float | None = None

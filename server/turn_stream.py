@@ -7,10 +7,12 @@ take what they have for the whole answer.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -21,6 +23,8 @@ from turnkeep.server.metrics import ServerMetrics
 from turnkeep.server.turn_events import TurnEvent
 
 log = logging.getLogger(__name__)
+
+SMALL_WRITE_BYTES = 1 << 15  # into an empty buffer a smaller one never waits
 
 
 class EventSource(Protocol):
@@ -60,7 +64,7 @@ class TurnStream:
         response = web.StreamResponse(headers=event_stream.HEADERS)
         try:
             await response.prepare(request)
-            await self._write_events(response, source, shape, events)
+            await self._write_events(request, response, source, shape, events)
         except ConnectionError:
             log.info("request %s: the client went away", request[REQUEST_ID])
         except errors.ApiError as error:
@@ -71,22 +75,45 @@ class TurnStream:
         return response
 
     async def _write_events(
-        self, response: web.StreamResponse, source: EventSource, shape: StreamShape, events: list[TurnEvent]
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        source: EventSource,
+        shape: StreamShape,
+        events: list[TurnEvent],
     ) -> None:
         last_write_s = -math.inf
         while True:
             data = shape.encode(events)
             if source.is_complete:
                 # In one write with the end of the body: clients stop reading at the last event.
-                await response.write_eof(data + shape.end())
+                await self._send(request, response.write_eof, data + shape.end())
                 return
             silent_s = time.monotonic() - last_write_s
             if not data and silent_s >= self._config.comment_interval_s:
                 data = event_stream.KEEP_ALIVE
             if data:
-                await response.write(data)
+                await self._send(request, response.write, data)
                 last_write_s, silent_s = time.monotonic(), 0.0
             events = await source.next_events(self._config.comment_interval_s - silent_s)
+
+    async def _send(
+        self, request: web.Request, write: Callable[[bytes], Coroutine[Any, Any, None]], data: bytes
+    ) -> None:
+        """Write, and give a client up that has not taken anything for long. What waits for it stays small: tokens are
+        merged while a write waits, and a write waits from 64 KiB on. Raises ConnectionError."""
+        transport = request.transport
+        if transport is None or (not transport.get_write_buffer_size() and len(data) < SMALL_WRITE_BYTES):
+            await write(data)
+            return
+        try:
+            async with asyncio.timeout(self._config.write_timeout_s):
+                await write(data)
+        except TimeoutError:
+            self._metrics.slow_readers.inc()
+            transport.abort()
+            message = f"the client took nothing for {self._config.write_timeout_s:.0f} s"
+            raise ConnectionAbortedError(message) from None
 
     async def _break_off(
         self, request: web.Request, response: web.StreamResponse, shape: StreamShape, error: errors.ApiError

@@ -22,6 +22,7 @@ from turnkeep.server.chat_service import ChatService
 from turnkeep.server.config import ServerConfig
 from turnkeep.server.engine_supervisor import EngineSupervisor
 from turnkeep.server.metrics import ServerMetrics
+from turnkeep.server.tenant_limits import make_limits
 from turnkeep.server.text_model import TextModel
 from turnkeep.server.turn_request import SamplingDefaults
 
@@ -136,6 +137,7 @@ async def live_server(
         served_names=settings.served_model_names,
         accept_any_model=settings.accept_any_model,
         max_waiting=settings.max_waiting,
+        limits=make_limits(settings),
     )
     runner = make_runner(make_app(service, supervisor, metrics, settings), settings)
     await runner.setup()
