@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,19 @@ def test_what_is_no_grammar_is_an_error(text: str) -> None:
 def test_output_outside_the_grammar_is_an_error() -> None:
     with pytest.raises(GrammarError, match="not what its grammar allows"):
         matchers().allowed_bits("r", grammar(), encode("Hello"), ())
+
+
+@pytest.mark.parametrize("pattern", ["((a{1,9999}){1,9999}){1,9999}", "(a|b|ab)*(a|b){0,900}c", "(.*a){12}.{0,500}x"])
+def test_a_pattern_that_explodes_is_cut_off_or_costs_little(pattern: str) -> None:
+    text = json.dumps({"grammars": [{"name": "top", "lark_grammar": f"start: /{pattern}/"}]})
+    states, ids = matchers(), encode("a") * 40
+    started_s = time.process_time()
+    try:
+        for length in range(len(ids)):
+            assert ids[0] in allowed(states.allowed_bits("r", text, ids[:length], ()))
+    except GrammarError:
+        pass
+    assert time.process_time() - started_s < 2.0
 
 
 def test_a_grammar_error_ends_its_own_request_only() -> None:
