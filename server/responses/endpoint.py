@@ -153,10 +153,11 @@ def _not_found(id: str) -> errors.ApiError:
 
 
 def add_responses(app: web.Application, endpoint: ResponsesEndpoint, socket: ResponsesSocket) -> None:
-    """The routes, and the end of what runs in the background with the application."""
+    """The routes; what runs in the background and what is connected ends with the application."""
 
     async def close(_: Any) -> None:
         await endpoint.background.close()
+        await socket.close()
 
     router = app.router
     router.add_post("/v1/responses", endpoint.create)

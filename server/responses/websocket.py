@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 
 import msgspec
-from aiohttp import WSMsgType, web
+from aiohttp import WSCloseCode, WSMsgType, web
 
 from turnkeep.server import errors
 from turnkeep.server.config import ServerConfig
@@ -43,6 +43,11 @@ class ResponsesSocket:
         self._service = service
         self._config = config
         self._metrics = metrics
+        self._open: set[web.WebSocketResponse] = set()
+
+    async def close(self) -> None:
+        """Tell all who are connected that the server goes."""
+        await asyncio.gather(*(socket.close(code=WSCloseCode.GOING_AWAY) for socket in self._open))
 
     async def connect(self, request: web.Request) -> web.StreamResponse:
         """A connection from its start to its end."""
@@ -51,6 +56,7 @@ class ResponsesSocket:
             message = "With GET this address is for WebSockets."
             raise errors.ApiError(426, message, code="upgrade_required")
         await socket.prepare(request)
+        self._open.add(socket)
         session = _Session(self._service, self._metrics, socket, request.headers, request[TENANT])
         try:
             async with asyncio.timeout(MAX_CONNECTION_S):
@@ -65,6 +71,7 @@ class ResponsesSocket:
             log.info("request %s: the client went away", request[REQUEST_ID])
         finally:
             session.end()
+            self._open.discard(socket)
             await socket.close()
         return socket
 
@@ -91,16 +98,20 @@ class _Session:
 
     async def serve(self) -> None:
         """One response at a time; frames that come meanwhile wait. Ends with the connection."""
-        answering = asyncio.create_task(self._answer_all())
+        working = [asyncio.create_task(self._read_all()), asyncio.create_task(self._answer_all())]
         try:
-            async for message in self._socket:
-                if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
-                    break
-                data = message.data
-                await self._frames.put(data.encode() if isinstance(data, str) else data)
+            await asyncio.wait(working, return_when="FIRST_COMPLETED")
         finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
+
+    async def _read_all(self) -> None:
+        async for message in self._socket:
+            if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
+                return
+            data = message.data
+            await self._frames.put(data.encode() if isinstance(data, str) else data)
 
     def end(self) -> None:
         """What only this connection could have continued may go first from now on."""
@@ -135,7 +146,7 @@ class _Session:
             self._forget(continued)
             await self.say_error(error)
         except ConnectionError:
-            log.info("a WebSocket client went away")
+            raise  # nobody is there any more
         except Exception:
             log.exception("a response over a WebSocket failed")
             self._forget(continued)

@@ -168,3 +168,13 @@ async def test_a_socket_needs_a_key_like_everything_else(text_model: TextModel) 
         headers = {"Authorization": "Bearer key"}
         async with server.session.ws_connect(server.url + PATH, headers=headers) as socket:
             await ask(socket, input="x")
+
+
+async def test_a_server_that_ends_says_so_to_idle_connections(text_model: TextModel) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with live_server(saying(text_model, "x"), text_model=text_model) as server:
+            socket = await session.ws_connect(server.url + PATH)
+            await ask(socket, input="x")
+            receiving = asyncio.create_task(socket.receive())
+        closed = await receiving
+        assert (closed.type, closed.data) == (aiohttp.WSMsgType.CLOSE, aiohttp.WSCloseCode.GOING_AWAY)
