@@ -49,7 +49,8 @@ class CacheTensors:
 
     kv: one tensor [2, P, page_size, Hkv, D] an attention layer (0 keys, 1 values), in layer order.
     states: name of a state part ("conv", "ssm", ...) -> one tensor [S, ...] a recurrent layer, in layer order.
-    conv is [S, conv_dim, conv_width - 1], oldest input first; ssm is [S, H, headdim, dstate] float32.
+    conv is [S, conv_dim, conv_width - 1], oldest input first; ssm is [S, H, headdim, dstate], delta is [S, value heads,
+    key dim, value dim].
     Row 0 and page 0 are reserved as padding and hold finite values.
     """
 

@@ -12,9 +12,9 @@ from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 # "parallel" is attention and Mamba-2 side by side on one input; "short_conv" keeps a window of inputs and no state.
-LayerKind = Literal["mamba2", "attention", "parallel", "short_conv", "mlp", "moe"]
+LayerKind = Literal["mamba2", "gated_delta", "attention", "parallel", "short_conv", "mlp", "moe"]
 KINDS_WITH_KV = ("attention", "parallel")
-KINDS_WITH_STATE = ("mamba2", "parallel", "short_conv")
+KINDS_WITH_STATE = ("mamba2", "gated_delta", "parallel", "short_conv")
 
 
 class ConfigError(ValueError):
@@ -60,6 +60,26 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDeltaConfig:
+    """Sizes of the gated delta nets: value heads share key heads in runs of num_value_heads / num_key_heads."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels that pass through the convolution: q, then k, then v of every head."""
+        return 2 * self.num_key_heads * self.key_dim + self.inner_size
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvConfig:
     """Sizes of the gated short convolutions: `width` inputs, of which width - 1 are the state."""
 
@@ -84,6 +104,7 @@ class AttentionConfig:
     """Sizes of the attention mixers; `rope` is None where positions are not encoded.
 
     `has_qk_norm`: every head of q and k is normalised before it is rotated. `score_scale` replaces head_dim ** -0.5.
+    `has_gate`: the mixed values are multiplied by the sigmoid of a gate before the output projection.
     """
 
     num_heads: int
@@ -94,6 +115,7 @@ class AttentionConfig:
     has_out_bias: bool
     has_qk_norm: bool = False
     score_scale: float | None = None
+    has_gate: bool = False
 
     @property
     def scale(self) -> float:
@@ -176,6 +198,7 @@ class ModelConfig:
     mlp: MLPConfig | None
     short_conv: ShortConvConfig | None = None
     moe: MoEConfig | None = None
+    gated_delta: GatedDeltaConfig | None = None
     multipliers: Multipliers = Multipliers()
 
     @staticmethod
@@ -222,6 +245,12 @@ class ModelConfig:
         num_layers = self.num_recurrent_layers
         if self.short_conv is not None:
             return (StatePartShape("conv", num_layers, (self.hidden_size, self.short_conv.width - 1), dtype),)
+        if self.gated_delta is not None:
+            delta = self.gated_delta
+            return (
+                StatePartShape("conv", num_layers, (delta.conv_dim, delta.conv_width - 1), dtype),
+                StatePartShape("delta", num_layers, (delta.num_value_heads, delta.key_dim, delta.value_dim), dtype),
+            )
         if self.mamba2 is None:
             return ()
         mamba2 = self.mamba2

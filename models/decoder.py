@@ -15,6 +15,7 @@ from turnkeep.kernels.rotary import rotary_cos_sin, rotary_frequencies
 from turnkeep.models.config import LayerKind, ModelConfig, RopeConfig
 from turnkeep.models.decoder_step import DecoderStep, split_recurrent
 from turnkeep.models.mixers.attention import AttentionMixer
+from turnkeep.models.mixers.gated_delta_net import GatedDeltaMixer
 from turnkeep.models.mixers.mamba2 import Mamba2Mixer
 from turnkeep.models.mixers.mlp import MLPMixer
 from turnkeep.models.mixers.moe import MoEMixer
@@ -110,6 +111,8 @@ def _build_mixer(config: ModelConfig, position: int, dtype: torch.dtype) -> nn.M
     size, eps, kv, state = config.hidden_size, config.norm_eps, config.kv_index(position), config.state_index(position)
     if kind == "mamba2" and config.mamba2:
         return Mamba2Mixer(config.mamba2, size, eps, state, dtype)
+    if kind == "gated_delta" and config.gated_delta:
+        return GatedDeltaMixer(config.gated_delta, size, eps, state, dtype)
     if kind == "attention" and config.attention:
         return AttentionMixer(config.attention, size, eps, kv, dtype)
     if kind == "parallel" and config.attention and config.mamba2:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from turnkeep.models.config import (
     AttentionConfig,
+    GatedDeltaConfig,
     LayerKind,
     Mamba2Config,
     MLPConfig,
@@ -23,10 +24,11 @@ from turnkeep.models.weight_map import Alternatives, ParameterSource, Sources, T
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:
-    """Names inside one layer of a checkpoint. The first five are prefixes of mixers; `mlp_up` lists what makes up the
-    first product of an MLP, gate first."""
+    """Names inside one layer of a checkpoint. The first six are prefixes of mixers; `mlp_up` lists what makes up the
+    first product of an MLP, gate first; `delta_by_key_head`: a gated delta net is projected key head by key head."""
 
     mamba2: str = "mamba."
+    gated_delta: str = "linear_attn."
     attention: str = "self_attn."
     short_conv: str = "conv."
     mlp: str = "mlp."
@@ -40,6 +42,7 @@ class LayerNames:
     correction_bias: str = "router.e_score_correction_bias"
     experts_up: str = "experts.gate_up_proj"
     experts_down: str = "experts.down_proj"
+    delta_by_key_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +91,51 @@ def attention_sources(
 ) -> Sources:
     """Parameters of an attention mixer from q_proj, k_proj, v_proj and its output projection."""
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    rows = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
-    runs = [(width, 1.0), (kv_width, factors.key), (kv_width, 1.0)]
+    # A gate is stored with q, head by head, and stands behind it here.
+    q_width, by_head = (2 * width, (config.num_heads, (config.head_dim,) * 2)) if config.has_gate else (width, None)
+    rows = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
+    runs = [(q_width, 1.0), (kv_width, factors.key), (kv_width, 1.0)]
     out = factors.residual * factors.attention_out
     sources = {
-        "qkv_proj_weight": joined(prefix, rows, ".weight", hidden_size).times(
-            *((count, factor * factors.attention_in) for count, factor in runs)
-        ),
+        "qkv_proj_weight": joined(prefix, rows, ".weight", hidden_size)
+        .first_by_group(by_head)
+        .times(*((count, factor * factors.attention_in) for count, factor in runs)),
         "o_proj_weight": one(f"{prefix}{names.attention_out}.weight", hidden_size, width).times((hidden_size, out)),
     }
     if config.has_qk_norm:
         sources["q_norm_weight"] = one(f"{prefix}{names.q_norm}.weight", config.head_dim)
         sources["k_norm_weight"] = one(f"{prefix}{names.k_norm}.weight", config.head_dim)
     if config.has_bias:
-        sources["qkv_proj_bias"] = joined(prefix, rows, ".bias").times(*runs)
+        sources["qkv_proj_bias"] = joined(prefix, rows, ".bias").first_by_group(by_head).times(*runs)
     if config.has_out_bias:
         sources["o_proj_bias"] = one(f"{prefix}{names.attention_out}.bias", hidden_size).times((hidden_size, out))
     return sources
+
+
+def gated_delta_sources(
+    prefix: str, config: GatedDeltaConfig, hidden_size: int, names: LayerNames, factors: Multipliers
+) -> Sources:
+    """Parameters of a gated delta net, projected key head by key head or in tensors of one kind each."""
+    heads, keys, inner = config.num_value_heads, config.num_key_heads, config.inner_size
+    if names.delta_by_key_head:
+        qkvz = (config.key_dim, config.key_dim, inner // keys, inner // keys)
+        parts: tuple[TensorPart, ...] = (
+            TensorPart(f"{prefix}in_proj_qkvz.weight", (config.conv_dim + inner, hidden_size), (keys, qkvz)),
+            TensorPart(f"{prefix}in_proj_ba.weight", (2 * heads, hidden_size), (keys, (heads // keys,) * 2)),
+        )
+    else:
+        rows = {"qkv": config.conv_dim, "z": inner, "b": heads, "a": heads}
+        parts = joined(f"{prefix}in_proj_", rows, ".weight", hidden_size).parts
+    return {
+        "in_proj_weight": ParameterSource(parts),
+        "conv_weight": ParameterSource(
+            (TensorPart(f"{prefix}conv1d.weight", (config.conv_dim, 1, config.conv_width)),), "drop_dim1"
+        ),
+        "dt_bias": one(f"{prefix}dt_bias", heads),
+        "A": ParameterSource((TensorPart(f"{prefix}A_log", (heads,)),), "negative_exp"),
+        "norm_weight": one(f"{prefix}norm.weight", config.value_dim),
+        "out_proj_weight": one(f"{prefix}out_proj.weight", hidden_size, inner).times((hidden_size, factors.residual)),
+    }
 
 
 def short_conv_sources(prefix: str, config: ShortConvConfig, hidden_size: int, factors: Multipliers) -> Sources:
@@ -195,6 +226,8 @@ def _mixer_sources(kind: LayerKind, prefix: str, config: ModelConfig, names: Lay
     hidden_size, factors = config.hidden_size, config.multipliers
     if kind == "mamba2" and config.mamba2:
         return mamba2_sources(prefix + names.mamba2, config.mamba2, hidden_size, factors)
+    if kind == "gated_delta" and config.gated_delta:
+        return gated_delta_sources(prefix + names.gated_delta, config.gated_delta, hidden_size, names, factors)
     if kind == "attention" and config.attention:
         return attention_sources(prefix + names.attention, config.attention, hidden_size, names, factors)
     if kind == "parallel":

@@ -9,7 +9,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from turnkeep.models import bamba, falcon_h1, granite_hybrid, lfm2, llama, mamba2, nemotron_h, qwen2, qwen3
+from turnkeep.models import (
+    bamba,
+    falcon_h1,
+    granite_hybrid,
+    lfm2,
+    llama,
+    mamba2,
+    nemotron_h,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_next,
+)
 from turnkeep.models.config import ConfigError, ConfigFields, ModelConfig
 from turnkeep.models.weight_map import WeightMap
 
@@ -32,6 +44,11 @@ MODEL_TYPES: dict[str, ModelType] = {
     "nemotron_h": ModelType(nemotron_h.read_config, nemotron_h.weight_map),
     "qwen2": ModelType(qwen2.read_config, qwen2.weight_map),
     "qwen3": ModelType(qwen3.read_config, qwen3.weight_map),
+    "qwen3_5": ModelType(qwen3_5.read_config, qwen3_5.weight_map),
+    "qwen3_5_moe": ModelType(qwen3_5.read_config, qwen3_5.weight_map),
+    "qwen3_5_moe_text": ModelType(qwen3_5.read_config, qwen3_5.weight_map),
+    "qwen3_5_text": ModelType(qwen3_5.read_config, qwen3_5.weight_map),
+    "qwen3_next": ModelType(qwen3_next.read_config, qwen3_next.weight_map),
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-TinyKind = Literal["hybrid", "attention_only", "attention_free", "short_conv", "parallel", "experts"]
+TinyKind = Literal["hybrid", "attention_only", "attention_free", "short_conv", "parallel", "experts", "gated_delta"]
 
 _NEMOTRON_H: dict[str, Any] = {
     "model_type": "nemotron_h",
@@ -96,11 +96,34 @@ _EXPERTS: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 36,
 }
 
+_QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 76,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 def tiny_config(kind: TinyKind) -> dict[str, Any]:
     """A fresh config dict: "hybrid" (Mamba-2, attention, MLP), "attention_only" (Llama), "attention_free",
     "short_conv" (LFM2: short convolutions and attention), "parallel" (Falcon-H1: attention beside Mamba-2), "experts"
-    (Mamba-2, attention, mixture of experts).
+    (Mamba-2, attention, mixture of experts), "gated_delta" (Qwen3.5: gated delta nets and gated attention).
 
     Raises ValueError for another kind.
     """
@@ -114,6 +137,8 @@ def tiny_config(kind: TinyKind) -> dict[str, Any]:
         return dict(_LFM2)
     if kind == "parallel":
         return dict(_FALCON_H1)
+    if kind == "gated_delta":
+        return dict(_QWEN3_5)
     if kind == "experts":
         return _NEMOTRON_H | _EXPERTS | {"hybrid_override_pattern": "ME*E"}
     raise ValueError(f"no tiny configuration {kind!r} (known: {', '.join(get_args(TinyKind))})")

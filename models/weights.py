@@ -99,12 +99,14 @@ def _with_alternatives(names: WeightMap, stored: dict[str, str]) -> WeightMap:
 def _assemble(
     source: ParameterSource, checkpoint: Checkpoint, stored: dict[str, str], shape: torch.Size
 ) -> torch.Tensor:
-    parts = [checkpoint.read(stored[part.name]) for part in source.parts]
+    parts = [_read_part(part, checkpoint, stored) for part in source.parts]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts, source.dim)
     if source.change == "drop_dim1":
         tensor = tensor.squeeze(1)
     elif source.change == "negative_exp":
         tensor = tensor.float().exp().neg()
+    elif source.change == "plus_one":
+        tensor = tensor.float() + 1.0
     tensor = tensor.reshape(shape)
     if source.row_factors:
         rows, factors = zip(*source.row_factors, strict=True)
@@ -114,6 +116,15 @@ def _assemble(
     return tensor
 
 
+def _read_part(part: TensorPart, checkpoint: Checkpoint, stored: dict[str, str]) -> torch.Tensor:
+    tensor = checkpoint.read(stored[part.name])
+    if part.by_group is None:
+        return tensor
+    num_groups, rows = part.by_group
+    kinds = torch.split_with_sizes(tensor.view(num_groups, sum(rows), *tensor.shape[1:]), list(rows), dim=1)
+    return torch.cat([kind.flatten(0, 1) for kind in kinds])
+
+
 def _check_tensors(config: ModelConfig, names: WeightMap, checkpoint: Checkpoint, stored: dict[str, str]) -> None:
     shapes = checkpoint.shapes()
     needed = {part.name: part.shape for source in names.sources.values() for part in source.parts}
@@ -121,7 +132,9 @@ def _check_tensors(config: ModelConfig, names: WeightMap, checkpoint: Checkpoint
     unexpected = [
         name
         for name in stored
-        if name not in needed and not name.startswith(names.kept_aside) and not name.endswith(names.ignored or ("\0",))
+        if name not in needed
+        and not name.startswith((*names.kept_aside, *names.other_modalities))
+        and not name.endswith(names.ignored)
     ]
     misshapen = [
         f"{name}: {list(shapes[stored[name]])} instead of {list(shape)}"
@@ -151,8 +164,11 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     """Seeded float32 tensors under the checkpoint names of this configuration, of sizes that keep a model stable."""
     generator = torch.Generator().manual_seed(seed)
     names = weight_map(config)
-    parts = [part for source in names.sources.values() for part in source.parts]
-    return {part.name: _random_tensor(part, generator) for part in parts}
+    parts = [(part, source.change) for source in names.sources.values() for part in source.parts]
+    # A norm that is stored around 0 gets the values of other norms once 1 is added.
+    return {
+        part.name: _random_tensor(part, generator).sub_(1.0 if change == "plus_one" else 0.0) for part, change in parts
+    }
 
 
 def _random_tensor(part: TensorPart, generator: torch.Generator) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Causal attention with grouped key-value heads over paged keys and values, with or without rotary positions and
-normalised queries and keys.
+"""Causal attention with grouped key-value heads over paged keys and values; rotary positions, normalised queries and
+keys, and a gate on the mixed values where the family has them.
 
 Owns the weights; keys and values live in the pages it is given.
 """
@@ -19,7 +19,7 @@ from turnkeep.models.mixers.parameters import empty_parameter, empty_parameter_o
 
 
 class AttentionMixer(nn.Module):
-    """o_proj(attention(q, k, v)); q, k and v come from one product, rows in this order."""
+    """o_proj(attention(q, k, v)); q, k and v come from one product, rows in this order, a gate's after those of q."""
 
     def __init__(
         self, config: AttentionConfig, hidden_size: int, norm_eps: float, index: int, dtype: torch.dtype
@@ -29,8 +29,10 @@ class AttentionMixer(nn.Module):
         self.index = index
         self.norm_eps = norm_eps
         width = config.num_heads * config.head_dim
-        self.num_rotated = config.num_heads + config.num_kv_heads
-        self.num_projected = config.num_heads + 2 * config.num_kv_heads
+        self.first_key = config.num_heads * (2 if config.has_gate else 1)
+        self.num_projected = self.first_key + 2 * config.num_kv_heads
+        # Whether queries and keys are no longer neighbours in the product when they are rotated.
+        self.is_apart = config.has_qk_norm or config.has_gate
         projected = self.num_projected * config.head_dim
         self.qkv_proj_weight = empty_parameter(projected, hidden_size, dtype=dtype)
         self.qkv_proj_bias = empty_parameter_or_none(config.has_bias, projected, dtype=dtype)
@@ -43,23 +45,27 @@ class AttentionMixer(nn.Module):
     def forward(self, x: Tensor, step: DecoderStep) -> Tensor:
         """x [T, hidden_size] -> [T, hidden_size]; writes the step's keys and values into their slots first."""
         config, batch, kv = self.config, step.batch, step.cache.kv[self.index]
-        num_heads, num_rotated, length = config.num_heads, self.num_rotated, x.shape[0]
+        num_heads, length = config.num_heads, x.shape[0]
+        first_key, first_value = self.first_key, self.first_key + config.num_kv_heads
         projected = functional.linear(x, self.qkv_proj_weight, self.qkv_proj_bias)
         projected = projected.view(length, self.num_projected, config.head_dim)
-        values = projected[:, num_rotated:]
+        queries, keys, values = (
+            projected[:, :num_heads],
+            projected[:, first_key:first_value],
+            projected[:, first_value:],
+        )
         if self.q_norm_weight is not None and self.k_norm_weight is not None:
-            queries, keys = projected[:, :num_heads], projected[:, num_heads:num_rotated]
-            normed = (
-                rms_norm(queries, self.q_norm_weight, self.norm_eps),
-                rms_norm(keys, self.k_norm_weight, self.norm_eps),
-            )
-            projected = torch.cat(normed, dim=1)
+            queries = rms_norm(queries, self.q_norm_weight, self.norm_eps)
+            keys = rms_norm(keys, self.k_norm_weight, self.norm_eps)
         if step.rotary is not None:
             # Queries and keys turn by the same angles: one rotation for both.
-            projected = apply_rotary(projected[:, :num_rotated], *step.rotary)
-        queries, keys = projected[:, :num_heads], projected[:, num_heads:num_rotated]
+            both = torch.cat((queries, keys), dim=1) if self.is_apart else projected[:, :first_value]
+            both = apply_rotary(both, *step.rotary)
+            queries, keys = both[:, :num_heads], both[:, num_heads:]
         write_kv(kv, keys, values, batch.slot_mapping)
         mixed = paged_attention(
             queries, kv, batch.page_table, batch.seq_lens, batch.context_lens, batch.num_decodes, config.scale
         )
+        if config.has_gate:
+            mixed = mixed * projected[:, num_heads:first_key].sigmoid()
         return functional.linear(mixed.reshape(length, -1), self.o_proj_weight, self.o_proj_bias)

@@ -13,7 +13,7 @@ from turnkeep.models.config import ModelConfig
 from turnkeep.models.tiny import TinyKind, tiny_config
 from turnkeep.models.weights import random_model
 
-KINDS: tuple[TinyKind, ...] = ("hybrid", "short_conv", "parallel")
+KINDS: tuple[TinyKind, ...] = ("hybrid", "short_conv", "parallel", "gated_delta")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -137,6 +137,37 @@ _NEMOTRON = {
     "eos_token_id": 2,
 }
 
+_DELTA = {
+    "vocab_size": 89,
+    "hidden_size": 48,
+    "intermediate_size": 76,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_DELTA_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+_TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}
+_NEXT = _DELTA | _DELTA_EXPERTS | {"model_type": "qwen3_next"}
+_QWEN3_5 = _DELTA | {"model_type": "qwen3_5_text"}
+_QWEN3_5_MOE = _DELTA | _DELTA_EXPERTS | {"model_type": "qwen3_5_moe_text"}
+
 # The first configuration of every family is the one that is resumed at every position.
 FAMILIES: dict[str, list[dict[str, Any]]] = {
     "qwen2": [
@@ -175,6 +206,21 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
         _LFM2,
         _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "num_key_value_heads": 6},
         _LFM2 | {"tie_word_embeddings": False, "layer_types": ["conv"] * 2, "num_hidden_layers": 2},
+    ],
+    "qwen3_next": [
+        _NEXT,
+        _NEXT | {"mlp_only_layers": [0], "decoder_sparse_step": 2, "tie_word_embeddings": True, "attention_bias": True},
+        _NEXT | _TWO_LAYERS | {"norm_topk_prob": False, "linear_num_key_heads": 6, "linear_conv_kernel_dim": 3},
+    ],
+    "qwen3_5_text": [
+        _QWEN3_5,
+        _QWEN3_5 | {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1, "head_dim": 24},
+        _QWEN3_5 | _TWO_LAYERS | {"linear_num_key_heads": 1, "linear_num_value_heads": 5, "rope_parameters": None},
+    ],
+    "qwen3_5_moe_text": [
+        _QWEN3_5_MOE,
+        _QWEN3_5_MOE | _TWO_LAYERS | {"tie_word_embeddings": True, "num_experts_per_tok": 1},
+        _QWEN3_5_MOE | _TWO_LAYERS | {"num_attention_heads": 3, "linear_conv_kernel_dim": 2, "num_experts": 4},
     ],
     "nemotron_h": [
         _NEMOTRON | {"hybrid_override_pattern": "ME*EM-"},
