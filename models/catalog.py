@@ -45,7 +45,7 @@ def find_model(name: str) -> ModelSource:
         return GGUFSource(path.stem, path)
     raise ModelNotFound(
         f"no model {name!r}: it is neither one of the names ({', '.join(MODEL_NAMES)}) nor an existing Hugging Face "
-        f"folder or .gguf file (looked for {path.absolute()})"
+        f"folder or .gguf file (looked for {path.absolute()}); an id of the Hugging Face hub needs --allow-hub"
     )
 
 

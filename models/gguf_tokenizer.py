@@ -18,6 +18,12 @@ LLAMA3_SPLIT = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}
 QWEN2_SPLIT = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+# Names of pre-tokenizers that llama.cpp treats alike.
+LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2")
+LIKE_SMOLLM = ("smollm", "refact", "starcoder")
+KNOWN = ("gpt-2", "qwen2", *LIKE_LLAMA3, *LIKE_SMOLLM)
+
+
 class TokenizerMetadataError(ValueError):
     """The tokenizer in a GGUF file is of a kind that cannot be rebuilt, or is incomplete."""
 
@@ -37,16 +43,16 @@ def _digits() -> dict[str, Any]:
 
 
 def _pre_tokenizer(name: str) -> dict[str, Any]:
-    if name in ("llama-bpe", "llama3", "llama-v3"):
+    if name in LIKE_LLAMA3:
         return _split(LLAMA3_SPLIT)
     if name == "qwen2":
         return _split(QWEN2_SPLIT)
-    if name == "smollm":
+    if name in LIKE_SMOLLM:
         return _digits()
     if name == "gpt-2":
         return _byte_level(use_regex=True)
     raise TokenizerMetadataError(
-        f"pre-tokenizer {name!r} is not known (known: gpt-2, llama-bpe, qwen2, smollm); "
+        f"pre-tokenizer {name!r} is not known (known: {', '.join(sorted(KNOWN))}); "
         "use the model's Hugging Face folder instead"
     )
 
@@ -117,7 +123,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> str:
             "fuse_unk": False,
             "byte_fallback": False,
             # Llama 3 looks a whole piece up before it merges; its vocabulary holds pieces no merge reaches.
-            "ignore_merges": pre in ("llama-bpe", "llama3", "llama-v3"),
+            "ignore_merges": pre in LIKE_LLAMA3,
             "vocab": {content: token_id for token_id, content in enumerate(tokens)},
             "merges": [merge.split(" ", 1) for merge in merges],
         },

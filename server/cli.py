@@ -27,6 +27,7 @@ from turnkeep.engine.handle import EngineStartError
 from turnkeep.engine.sizing import POOL_DTYPES
 from turnkeep.models.catalog import MODEL_NAMES, ModelFilesError, ModelNotFound, find_model
 from turnkeep.models.config import ConfigError
+from turnkeep.models.hub import fetch_model, is_hub_id
 from turnkeep.server.config import DEFAULT_HOST, DEFAULT_PORT, ServerConfig, parse_size
 from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging
@@ -101,6 +102,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(MODEL_NAMES)
     model = parser.add_argument_group("model and engine")
     model.add_argument("model", nargs="?", default="demo", help=f"{names}, a model folder or a GGUF file (demo)")
+    model.add_argument("--allow-hub", action="store_true", help="fetch a model called owner/name from the hub")
     model.add_argument(
         "--engine", type=_script, metavar="scripted:FILE", dest="script",
         help="follow the rules of a JSON or TOML file instead of a model (docs/scripted-engine.md)",
@@ -126,6 +128,7 @@ def _add_pool_dtypes(group: argparse._ArgumentGroup) -> None:
 def _add_inspect_options(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(MODEL_NAMES)
     parser.add_argument("model", nargs="?", default="demo", help=f"{names}, a model folder or a GGUF file (demo)")
+    parser.add_argument("--allow-hub", action="store_true", help="fetch a model called owner/name from the hub")
     group = parser.add_argument_group("what to assume")
     group.add_argument("--memory", type=_size, metavar="SIZE", help="for the cache (default: what the engine takes)")
     group.add_argument("--dtype", choices=POOL_DTYPES, help="weights (default: what the machine does best)")
@@ -167,10 +170,17 @@ def _add_client_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", help="key to send (default: TURNKEEP_API_KEY)")
 
 
+def model_path(options: argparse.Namespace) -> str:
+    """The model's name, or the folder of an id of the hub where that is allowed. Raises ModelNotFound."""
+    if options.allow_hub and is_hub_id(options.model):
+        return str(fetch_model(options.model))
+    return str(options.model)
+
+
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Options that were not given stay None: the engine decides them and says how."""
     config = EngineConfig(
-        model=options.model,
+        model=model_path(options),
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,
         state_dtype=options.state_dtype,
@@ -191,11 +201,13 @@ def server_config(options: argparse.Namespace) -> ServerConfig:
     redis_url = options.redis_url or os.environ.get("TURNKEEP_REDIS_URL") or None
     keys = list(options.api_key or ())
     keys += [key.strip() for key in os.environ.get("TURNKEEP_API_KEYS", "").split(",") if key.strip()]
+    # The folder of a hub's model is called after a revision.
+    hub_names = [options.model] if options.allow_hub and is_hub_id(options.model) else []
     given = {
         "host": options.host or os.environ.get("TURNKEEP_HOST"),
         "port": options.port if options.port is not None else _environment_port(),
         "api_keys": tuple(keys),
-        "served_model_names": tuple(options.served_model_name or ()),
+        "served_model_names": tuple(options.served_model_name or hub_names),
         "accept_any_model": options.accept_any_model,
         "max_body_bytes": options.max_body,
         "max_waiting": options.max_waiting,
@@ -256,10 +268,10 @@ def run_inspect(options: argparse.Namespace) -> None:
 
     from turnkeep.server.inspect_model import inspect_model, print_report, report_json
 
-    config = EngineConfig(model=options.model, kv_dtype=options.kv_dtype, state_dtype=options.state_dtype)
+    config = EngineConfig(model=model_path(options), kv_dtype=options.kv_dtype, state_dtype=options.state_dtype)
     try:
         report = inspect_model(
-            find_model(options.model),
+            find_model(config.model),
             config,
             dtype=options.dtype or ("bfloat16" if has_bf16_instructions() else "float32"),
             memory_bytes=options.memory or default_memory_bytes(),

@@ -181,9 +181,10 @@ def test_pre_tokenizers_split_digits_as_their_models_do() -> None:
     # The vocabulary can merge "1 2": only the pre-tokenizer decides whether it may.
     pieces = {
         pre: Tokenizer.from_str(tokenizer_json(metadata(pre=pre))).encode("12 a").ids
-        for pre in ("llama-bpe", "qwen2", "smollm", "gpt-2")
+        for pre in ("llama-bpe", "lfm2", "qwen2", "smollm", "refact", "gpt-2")
     }
-    assert pieces == {"llama-bpe": [9, 8], "qwen2": [5, 6, 8], "smollm": [5, 6, 8], "gpt-2": [9, 8]}
+    together = {"llama-bpe": [9, 8], "lfm2": [9, 8], "gpt-2": [9, 8]}
+    assert pieces == together | {"qwen2": [5, 6, 8], "smollm": [5, 6, 8], "refact": [5, 6, 8]}
 
 
 def test_a_beginning_token_is_added_only_where_the_metadata_asks_for_it() -> None:
