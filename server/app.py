@@ -22,6 +22,7 @@ from turnkeep.server.http_guard import TENANT, Authenticator, add_common_headers
 from turnkeep.server.idempotency import make_idempotency
 from turnkeep.server.messages_api import MessagesEndpoint, messages_envelope
 from turnkeep.server.metrics import CONTENT_TYPE, ServerMetrics
+from turnkeep.server.openapi import add_documentation
 from turnkeep.server.responses.endpoint import ResponsesEndpoint, add_responses
 from turnkeep.server.responses.service import ResponsesService
 from turnkeep.server.responses.websocket import ResponsesSocket
@@ -106,6 +107,7 @@ def make_app(
         app.router.add_get(path, info.health)
     app.router.add_get("/version", info.version)
     app.router.add_get("/metrics", info.metrics)
+    add_documentation(app, has_keys=bool(config.api_keys))
     return app
 
 
