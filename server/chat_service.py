@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from turnkeep.server import errors
 from turnkeep.server.chat_completions import ChatCompletionRequest
 from turnkeep.server.conversations import Conversation, ConversationTable, cache_root, resolve_conversation
 from turnkeep.server.engine_supervisor import EngineSupervisor
+from turnkeep.server.grammar_checker import GrammarChecker
 from turnkeep.server.metrics import ServerMetrics
 from turnkeep.server.stores import Store, StoreDownError
 from turnkeep.server.tenant_limits import TenantLimits
@@ -68,6 +70,7 @@ class ChatService:
         self._endings: set[asyncio.Task[None]] = set()
         # One thread: the memory of earlier prompts is shared, and text work must not take the event loop's time.
         self._text_worker = ThreadPoolExecutor(1, thread_name_prefix="turnkeep-text")
+        self._grammars = GrammarChecker(text_model)
         self._num_requests = 0
 
     @property
@@ -141,6 +144,7 @@ class ChatService:
         """
         self._check_tenant(tenant)
         request, prompt, conversation, root = await self.prepare(body, headers, tenant)
+        request = await self._with_grammar(request, prompt)
         return self._submit(request, prompt, conversation, root, arrival_s, tenant)
 
     async def start_text(
@@ -151,6 +155,7 @@ class ChatService:
         request = to_turn(body, self.text_model.sampling_defaults, self._vocab_size())
         prepare = self.text_model.prepare_text if isinstance(text, str) else self.text_model.prepare_tokens
         prompt = await self.in_text_worker(lambda: prepare(text))  # type: ignore[arg-type]  # chosen by its type
+        request = await self._with_grammar(request, prompt)
         return self._submit(request, prompt, None, cache_root(tenant or None, body.cache_salt), arrival_s, tenant)
 
     def _check_tenant(self, tenant: str) -> None:
@@ -162,6 +167,14 @@ class ChatService:
         except errors.ApiError:
             self.metrics.refused.labels("tenant_limit").inc()
             raise
+
+    async def _with_grammar(self, request: TurnRequest, prompt: Prompt) -> TurnRequest:
+        """The request with the grammar that its output must follow, if it asks for one. Raises ApiError."""
+        if request.output_rules is None:
+            return request
+        text, tools = prompt.encoded.text if prompt.is_chat else None, request.tools or []
+        grammar = await self._grammars.grammar(request.output_rules, tools, text, self._vocab_size())
+        return replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
 
     def _submit(
         self, request: TurnRequest, prompt: Prompt, conversation: Conversation | None, root: str, arrival_s: float,
@@ -207,6 +220,7 @@ class ChatService:
         """Wait for the endings that still run. The engine is closed by its supervisor."""
         if self._endings:
             await asyncio.gather(*self._endings, return_exceptions=True)
+        await self._grammars.close()
         self._text_worker.shutdown(wait=False, cancel_futures=True)
 
     async def _end_choice(self, turn: Turn, choice: Choice) -> None:
@@ -240,8 +254,9 @@ class ChatService:
         """Each choice is a request of its own to the engine; only their seeds differ."""
         sampling = request.sampling
         room = limit - len(prompt.encoded.token_ids)
-        # With ignore_eos the client's own stop ids still count.
-        eos_ids = () if sampling.ignore_eos else tuple(sorted(self.text_model.eos_token_ids))
+        # With ignore_eos the client's own stop ids still count; the end of a grammar is an end in any case.
+        goes_on = sampling.ignore_eos and sampling.grammar is None
+        eos_ids = () if goes_on else tuple(sorted(self.text_model.eos_token_ids))
         self._num_requests += 1
         return Submit(
             request_id=f"turn-{self._num_requests}-{index}",

@@ -14,7 +14,9 @@ from turnkeep.server import errors, event_stream
 from turnkeep.server.chat_answers import AnswerFrame, usage_dict
 from turnkeep.server.chat_completions import (
     ChatCompletionRequest,
+    ResponseFormat,
     StreamOptions,
+    StructuredOutputs,
     convert_request,
     decode_request,
 )
@@ -53,6 +55,12 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -62,6 +70,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
 SHARED_FIELDS = (
     "model", "n", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "temperature",
     "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "return_token_ids", "priority", "cache_salt",
 )  # fmt: skip
 
@@ -104,7 +113,7 @@ def to_sampling_request(body: CompletionRequest) -> ChatCompletionRequest:
         raise errors.unsupported("Log probabilities of the prompt (echo with logprobs) are not served.", "logprobs")
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise errors.bad_request(f"logprobs must be at least 0 and at most {MAX_LOGPROBS}.", "logprobs")
-    fields = {name: getattr(body, name) for name in SHARED_FIELDS}
+    fields = {name: msgspec.to_builtins(getattr(body, name)) for name in SHARED_FIELDS}
     return convert_request(
         {
             **fields,

@@ -48,7 +48,7 @@ class GrammarChecker:
         self._checked: OrderedDict[bytes, str] = OrderedDict()  # digest -> what is wrong, empty for nothing
 
     async def grammar(
-        self, rules: OutputRules, tools: Sequence[dict[str, Any]], prompt_text: str, vocab_size: int
+        self, rules: OutputRules, tools: Sequence[dict[str, Any]], prompt_text: str | None, vocab_size: int
     ) -> str:
         """The grammar of one answer, for SamplingParams. Raises ApiError 400 for one that cannot be used, 501 where
         llguidance is not installed."""

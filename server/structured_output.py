@@ -84,8 +84,9 @@ class GrammarWriter:
         ordered = sorted(map(re.escape, self._special), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(ordered) or "(?!)")
 
-    def write(self, rules: OutputRules, tools: Sequence[dict[str, Any]], prompt_text: str) -> str:
-        """The grammar of an answer to this prompt, whose end tells whether reasoning is open. Raises ApiError."""
+    def write(self, rules: OutputRules, tools: Sequence[dict[str, Any]], prompt_text: str | None) -> str:
+        """The grammar of an answer to this prompt, whose end tells whether reasoning is open. None for a bare text,
+        which is continued without reasoning. Raises ApiError."""
         lines: list[str] = []
         grammars: list[dict[str, Any]] = []
         bodies: list[str] = []
@@ -102,10 +103,10 @@ class GrammarWriter:
         top = {"name": "top", "lark_grammar": "\n".join([start, *lines])}
         return json.dumps({"grammars": [top, *grammars]}, ensure_ascii=False)
 
-    def _thought(self, prompt_text: str, lines: list[str]) -> str:
+    def _thought(self, prompt_text: str | None, lines: list[str]) -> str:
         """Reasoning is free; whether there is any is up to the prompt's end, or else to the model."""
-        tail = prompt_text.rstrip()
-        if not self._format.has_reasoning or tail.endswith(THINK_END):
+        tail = "" if prompt_text is None else prompt_text.rstrip()
+        if prompt_text is None or not self._format.has_reasoning or tail.endswith(THINK_END):
             return ""
         is_open = tail.endswith(THINK)
         if THINK in self._special and THINK_END in self._special:

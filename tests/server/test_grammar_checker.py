@@ -122,6 +122,16 @@ async def test_the_grammar_goes_to_the_engine_with_the_end_tokens(text_model: Te
         assert (status, answer["error"]["param"]) == (400, "response_format")
 
 
+async def test_a_bare_text_is_continued_in_the_form_asked_for(text_model: TextModel) -> None:
+    async with live_server(saying(text_model, "yes"), text_model=text_model) as server:
+        body = {"model": "demo", "prompt": "Well?", "structured_outputs": {"choice": ["yes", "no"]}}
+        status, answer = await server.post(body, "/v1/completions")
+        assert (status, answer["choices"][0]["text"]) == (200, "yes"), answer
+        grammar = server.engine.submitted[-1].sampling.grammar
+        assert grammar is not None
+        assert "thought" not in grammar
+
+
 async def test_messages_ask_for_calls_in_their_own_words(text_model: TextModel) -> None:
     tool = {"name": "get_order", "input_schema": {"type": "object", "properties": {}}}
     call = '<tool_call>{"name": "get_order", "arguments": {}}</tool_call>'
