@@ -75,7 +75,7 @@ def read_config(fields: ConfigFields) -> ModelConfig:
     hidden_size = fields.integer("hidden_size")
     kinds = read_sequence_kinds(fields, SEQUENCE_NAMES)
     shared = MLPConfig(fields.integer("shared_intermediate_size"), "silu", is_gated=True, has_bias=False)
-    num_experts = fields.integer("num_local_experts", default=0, minimum=0)
+    num_experts = fields.integer("num_local_experts", default=8, minimum=0)
     return ModelConfig(
         model_type=fields.model_type,
         vocab_size=fields.integer("vocab_size"),

@@ -96,12 +96,14 @@ def read_silu_mlp(fields: ConfigFields) -> MLPConfig:
 def read_dt_limit(fields: ConfigFields) -> tuple[float, float]:
     """The interval that Mamba-2's step sizes are clamped to."""
     # time_step_min and time_step_max only describe how dt_bias was initialised; the bound of the trained model is
-    # time_step_limit. JSON has no infinity, so an upper limit may also be written as null or as text.
+    # time_step_limit. JSON has no infinity, so an upper limit may also be written as null, as text, or as an object
+    # {"__float__": "Infinity"}.
     limit: Any = fields.get("time_step_limit", "mamba_dt_limit")
     if limit is None:
         return 0.0, inf
     try:
         low, high = limit
+        high = high.get("__float__") if isinstance(high, Mapping) else high
         low, high = float(low), inf if high is None else float(high)
     except (TypeError, ValueError):
         raise fields.error(f"field 'time_step_limit' must be two numbers, not {limit!r}") from None

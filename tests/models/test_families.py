@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 from model_families import FAMILIES, reference_model
 
 from turnkeep.kernels.forward_batch import StateExport
+from turnkeep.models.catalog import find_model
 from turnkeep.models.config import ModelConfig
-from turnkeep.models.weights import random_model, random_tensors
+from turnkeep.models.weights import load_model, random_model, random_tensors
 
 TOLERANCE = 1e-4
 LENGTH = 70
@@ -85,3 +88,22 @@ def test_packed_with_others_equals_the_reference(case: Case, make_driver: Any) -
         step(*((s, 1) for s in (1, 0) if driver.lengths[s] < 40))
     for sequence, pieces in enumerate(parts):
         assert_close(torch.cat(pieces), expected[: driver.lengths[sequence]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_that_transformers_saved_loads_and_equals_the_reference(
+    family: str, tmp_path: Path, make_driver: Any
+) -> None:
+    values = FAMILIES[family][0]
+    config = ModelConfig.from_dict(values)
+    reference = reference_model(values, random_tensors(config, 7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    tokens = random.Random(family).choices(range(config.vocab_size), k=30)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens]), use_cache=False).logits[0]
+    # The library spells config fields and tensor names in its own way, and puts experts apart again.
+    model = load_model(find_model(str(tmp_path)), dtype="float32")
+    assert_close(make_driver(model).step([(0, tokens)])[0], expected)
