@@ -65,6 +65,7 @@ class LiveServer:
     session: aiohttp.ClientSession
     client: openai.AsyncOpenAI
     engines: list[ScriptedEngine] = field(default_factory=list)
+    runner: web.AppRunner | None = None
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -149,7 +150,7 @@ async def live_server(
     session = aiohttp.ClientSession()
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     try:
-        yield LiveServer(url, port, service, supervisor, metrics, session, client, engines)
+        yield LiveServer(url, port, service, supervisor, metrics, session, client, engines, runner)
     finally:
         await session.close()
         await client.close()
