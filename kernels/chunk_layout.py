@@ -37,6 +37,11 @@ class Span:
     def num_chunks(self) -> int:
         return len(self.pieces)
 
+    @property
+    def end(self) -> int:
+        """Tokens of a sequence up to the end of the span."""
+        return (self.first + len(self.counts)) * self.width
+
     def chunk(self, rank: int, token: int) -> int:
         """The chunk, counted in this span, of token `token` (from 0) of the sequence at `rank`; it must lie here."""
         return sum(self.counts[: token // self.width - self.first]) + rank

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from turnkeep.kernels.chunk_layout import ChunkLayout, Span
+from turnkeep.kernels.chunk_layout import ChunkLayout
 from turnkeep.kernels.forward_batch import StateExport
 from turnkeep.kernels.ssd_scan.span_inputs import SpanInputs
 
@@ -34,12 +34,13 @@ def ssd_scan_reference(
         return y
     layout = ChunkLayout.of(seq_lens, min(chunk_size, MAX_WIDTH))
     carried = _initial_states(layout, states, rows, context_lens)
+    # A final state is an export at the last token: the same products, hence the same bits as any export there.
+    ends = [StateExport(sequence, seq_lens[sequence], row) for sequence, row in enumerate(rows.tolist())]
     for span in layout.spans():
         chunks = SpanInputs.of(span, x, dt, A, B, C)
-        bounds = chunks.bound_states(carried)
+        bounds = chunks.bound_states(carried, is_last=max(seq_lens) <= span.end)
         carried = bounds[bounds.shape[0] - span.counts[-1] :]
-        _write_final(layout, span, bounds, states, rows)
-        _write_exports(layout, chunks, bounds, states, exports)
+        _write_states(layout, chunks, bounds, states, (*ends, *exports))
         span.from_chunks(chunks.outputs(bounds, D), y)
     return y
 
@@ -58,33 +59,17 @@ def _initial_states(
     return initial
 
 
-def _write_final(
-    layout: ChunkLayout, span: Span, bounds: torch.Tensor, states: torch.Tensor, rows: torch.Tensor
-) -> None:
-    """Write the states of the sequences that end in this span to their rows."""
-    sequences, ends = [], []
-    last = (span.first + len(span.counts)) * span.width
-    for rank, sequence in enumerate(layout.order[: span.counts[0]]):
-        if layout.seq_lens[sequence] <= last:
-            sequences.append(sequence)
-            ends.append(span.counts[0] + span.chunk(rank, layout.seq_lens[sequence] - 1))
-    if ends:
-        index = torch.tensor([sequences, ends], dtype=torch.int64, device=states.device)
-        states.index_copy_(0, rows[index[0]], bounds[index[1]].to(states.dtype))
-
-
-def _write_exports(
+def _write_states(
     layout: ChunkLayout,
     chunks: SpanInputs,
     bounds: torch.Tensor,
     states: torch.Tensor,
-    exports: Sequence[StateExport],
+    wanted: Sequence[StateExport],
 ) -> None:
-    """Write the exported states that lie in the span of `chunks` to their rows."""
+    """Write the wanted states that lie in the span of `chunks` to their rows."""
     span = chunks.span
-    first, last = span.first * span.width, (span.first + len(span.counts)) * span.width
-    for sequence, length, row in exports:
-        if not first < length <= last:
+    for sequence, length, row in wanted:
+        if not span.first * span.width < length <= span.end:
             continue
         chunk = span.chunk(layout.order.index(sequence), length - 1)
         token = (length - 1) % span.width

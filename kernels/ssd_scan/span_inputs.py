@@ -46,21 +46,26 @@ class SpanInputs:
             prefix=log_decay.cumsum(-1).exp_(),
         )
 
-    def bound_states(self, carried: torch.Tensor) -> torch.Tensor:
+    def bound_states(self, carried: torch.Tensor, is_last: bool) -> torch.Tensor:
         """States [carried | after chunk 0 | after chunk 1 | ...], [counts[0] + c, H, P, N].
 
-        carried [>= counts[0], H, P, N] holds the states before the span.
+        carried [>= counts[0], H, P, N] holds the states before the span. When no sequence goes on behind it
+        (`is_last`), the states after the last chunks are not needed and left unset.
         """
         counts = self.span.counts
         bounds = torch.empty(
             (counts[0] + self.span.num_chunks, *carried.shape[1:]), dtype=torch.float32, device=carried.device
         )
         bounds[: counts[0]] = carried[: counts[0]]
-        added = bounds[counts[0] :]
-        self._add_terms(self.terms, self.decay[..., -1, :], self.B, out=added)
+        needed = counts[:-1] if is_last else counts
+        num_chunks = sum(needed)
+        if num_chunks == 0:
+            return bounds
+        added = bounds[counts[0] : counts[0] + num_chunks]
+        self._add_terms(self.terms[:num_chunks], self.decay[:num_chunks, ..., -1, :], self.B[:num_chunks], out=added)
         decay = self.prefix[..., -1].reshape(self.span.num_chunks, -1, 1, 1)
         previous, start = 0, counts[0]
-        for count in counts:  # chunk after chunk, all sequences at once
+        for count in needed:  # chunk after chunk, all sequences at once
             first = start - counts[0]
             bounds[start : start + count].addcmul_(bounds[previous : previous + count], decay[first : first + count])
             previous, start = start, start + count

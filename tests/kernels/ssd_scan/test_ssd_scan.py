@@ -150,19 +150,20 @@ def test_resuming_at_every_position_matches_the_whole_scan(regime: str) -> None:
         assert error(states[2], whole[1].double()) < TOLERANCE
 
 
-def test_export_is_bit_for_bit_the_state_of_a_scan_that_stops_there() -> None:
+@pytest.mark.parametrize("chunk_size", [32, 48, 64])
+def test_export_is_bit_for_bit_the_state_of_a_scan_that_stops_there(chunk_size: int) -> None:
     num_tokens = 150
     inputs = make_inputs(num_tokens, regime="mild")
     start = random_state(inputs)
     states = torch.full((num_tokens + 4, *start.shape), torch.nan)
     states[1] = start
     exports = tuple(StateExport(0, length, 3 + length) for length in range(1, num_tokens + 1))
-    scan(inputs, states, [1], [num_tokens], [6], chunk_size=32, exports=exports)
+    scan(inputs, states, [1], [num_tokens], [6], chunk_size, exports)
     assert torch.equal(states[3 + num_tokens], states[1])
-    for length in range(17, num_tokens):  # below, the chunk itself would be narrower
+    for length in range(chunk_size - 15, num_tokens):  # below, the chunk itself would be narrower
         stopped = make_states(inputs)
         stopped[1] = start
-        scan(inputs.part(0, length), stopped, [1], [length], [6], chunk_size=32)
+        scan(inputs.part(0, length), stopped, [1], [length], [6], chunk_size)
         assert torch.equal(stopped[1], states[3 + length]), length
 
 
