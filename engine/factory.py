@@ -46,6 +46,7 @@ def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> 
 
     model = load_model(source, dtype=getattr(torch, dtype), progress=report)
     matchers = GrammarMatchers(source.tokenizer_json, model_config.vocab_size, sorted(source.eos_token_ids))
+    matchers.prepare()
     return assemble(model, model_config, config, sizes, dtype, outbox, model_name=source.name, matchers=matchers)
 
 

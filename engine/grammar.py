@@ -7,7 +7,9 @@ cost is bounded by llguidance's own limits: about 20 ms to begin one, about 15 m
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -49,9 +51,22 @@ class GrammarMatchers:
         self._eos_token_ids = list(eos_token_ids)
         self._max_matchers = max_matchers
         self._tokenizer: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
         self._states: OrderedDict[str, _State] = OrderedDict()
         self._grammars: OrderedDict[str, LLMatcher] = OrderedDict()
         self._words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+
+    def prepare(self) -> None:
+        """Read the vocabulary in a thread beside the steps, where llguidance is installed: for a large one that takes
+        seconds, which would otherwise stop every request when the first grammar comes."""
+        if importlib.util.find_spec("llguidance") is not None:
+            threading.Thread(target=self._prepare, name="turnkeep-grammar").start()
+
+    def _prepare(self) -> None:
+        try:
+            self._llguidance_tokenizer()
+        except Exception as error:  # only requests with a grammar need it, and they are told then
+            log.warning("output cannot be structured with this tokenizer: %s", error)
 
     def allowed_bits(
         self, request_id: str, grammar: str, output_ids: Sequence[int], stop_token_ids: Sequence[int]
@@ -60,9 +75,9 @@ class GrammarMatchers:
 
         Where the grammar may end, the model's end tokens and `stop_token_ids` are allowed. Raises GrammarError.
         """
+        matcher = self._matcher(request_id, grammar, output_ids)
         from llguidance.numpy import fill_next_token_bitmask
 
-        matcher = self._matcher(request_id, grammar, output_ids)
         words = self._words
         words.fill(0)
         if not matcher.is_stopped():
@@ -100,10 +115,11 @@ class GrammarMatchers:
         return known
 
     def _compile(self, grammar: str) -> LLMatcher:
+        tokenizer = self._llguidance_tokenizer()
         from llguidance import LLMatcher
 
         started_s = time.perf_counter()
-        matcher = LLMatcher(self._llguidance_tokenizer(), grammar, log_level=0)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
         duration_s = time.perf_counter() - started_s
         if duration_s > SLOW_GRAMMAR_S:
             log.warning("a grammar took %.0f ms to compile", duration_s * 1000)
@@ -112,15 +128,18 @@ class GrammarMatchers:
         return matcher
 
     def _llguidance_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            try:
-                from llguidance import LLTokenizer
-            except ImportError:
-                raise GrammarError("structured output needs the package llguidance on the server") from None
-            self._tokenizer = LLTokenizer(
-                self._read_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-            )
-        return self._tokenizer
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                try:
+                    from llguidance import LLTokenizer
+                except ImportError:
+                    raise GrammarError("structured output needs the package llguidance on the server") from None
+                try:
+                    text = self._read_tokenizer()
+                    self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+                except Exception as error:  # llguidance raises several kinds for files it cannot use
+                    raise GrammarError(f"this model's tokenizer cannot follow grammars: {error}") from None
+            return self._tokenizer
 
 
 def _first_line(text: str) -> str:

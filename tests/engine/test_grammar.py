@@ -78,6 +78,13 @@ def test_what_is_no_grammar_is_an_error(text: str) -> None:
         matchers().allowed_bits("r", text, [], ())
 
 
+def test_a_tokenizer_that_cannot_be_used_is_an_error_of_the_requests_that_need_it() -> None:
+    broken = GrammarMatchers(lambda: "{}", VOCAB_SIZE, [END_ID])
+    broken.prepare()
+    with pytest.raises(GrammarError, match="tokenizer"):
+        broken.allowed_bits("r", grammar(), [], ())
+
+
 def test_output_outside_the_grammar_is_an_error() -> None:
     with pytest.raises(GrammarError, match="not what its grammar allows"):
         matchers().allowed_bits("r", grammar(), encode("Hello"), ())
