@@ -5,13 +5,12 @@ Works token by token, so that the result does not depend on how the engine's eve
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable
 from typing import cast
 
 from turnkeep.engine.messages import TokenLogprobs
 from turnkeep.server.chat_answers import CollectedChoice
-from turnkeep.server.parsers import Delta, OutputParser, PlainParser, StopStrings
+from turnkeep.server.parsers import AnswerParser, Delta, PlainParser, StopStrings
 from turnkeep.server.text_model import Prompt, TextModel
 from turnkeep.server.tokenizer import Detokenizer
 from turnkeep.server.turn_events import EndReason, TokenLogprob, ToolCallDelta, TurnDelta
@@ -34,9 +33,11 @@ class AnswerText:
         self._parallel_tool_calls = request.parallel_tool_calls
         self._detokenizer = Detokenizer(text_model.tokenizer, text_model.hidden_ids)
         self._stop_strings = StopStrings(request.stop_strings)
-        self._parser: OutputParser | PlainParser = PlainParser()
+        self._parser: AnswerParser | PlainParser = PlainParser()
         if prompt.is_chat:
-            self._parser = text_model.format.new_parser(prompt.encoded.text, tool_names=request.tool_names)
+            self._parser = text_model.format.new_parser(
+                prompt.encoded.text, tool_names=request.tool_names, tools=request.tools or ()
+            )
         self._has_too_many_calls = False
 
     @property
@@ -122,7 +123,8 @@ class AnswerText:
             elif one.index > 0 and not self._parallel_tool_calls:
                 self._has_too_many_calls = True
             elif one.kind == "tool_call":
-                last.tool_calls.append(ToolCallDelta(one.index, id=f"call_{uuid.uuid4().hex[:24]}", name=one.text))
+                call_id = self._text_model.format.new_call_id()
+                last.tool_calls.append(ToolCallDelta(one.index, id=call_id, name=one.text))
             else:
                 last.tool_calls.append(ToolCallDelta(one.index, arguments=one.text))
         return deltas[-1]

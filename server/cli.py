@@ -31,6 +31,7 @@ from turnkeep.models.hub import fetch_model, is_hub_id
 from turnkeep.server.config import DEFAULT_HOST, DEFAULT_PORT, ServerConfig, parse_size
 from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging
+from turnkeep.server.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from turnkeep.server.serve import PortTakenError, RunningServer, serve_until_signal
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,14 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     server.add_argument("--served-model-name", action="append", metavar="NAME", help="name in the API; may be repeated")
     server.add_argument("--accept-any-model", action="store_true", help="answer under whatever model name is asked for")
+    server.add_argument(
+        "--tool-call-parser", choices=TOOL_CALL_PARSERS, metavar="NAME",
+        help=f"how the model writes tool calls (default: as its chat template tells): {', '.join(TOOL_CALL_PARSERS)}",
+    )  # fmt: skip
+    server.add_argument(
+        "--reasoning-parser", choices=REASONING_PARSERS, metavar="NAME",
+        help=f"how it writes reasoning (default: as its chat template tells): {', '.join(REASONING_PARSERS)}",
+    )  # fmt: skip
     server.add_argument("--max-body", type=_size, metavar="SIZE", help="largest request body (default: 32MiB)")
     server.add_argument("--max-waiting", type=_positive, help="turns that may wait before new ones get 429")
     server.add_argument(
@@ -209,6 +218,8 @@ def server_config(options: argparse.Namespace) -> ServerConfig:
         "api_keys": tuple(keys),
         "served_model_names": tuple(options.served_model_name or hub_names),
         "accept_any_model": options.accept_any_model,
+        "tool_call_parser": options.tool_call_parser,
+        "reasoning_parser": options.reasoning_parser,
         "max_body_bytes": options.max_body,
         "max_waiting": options.max_waiting,
         "redis_url": redis_url,

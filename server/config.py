@@ -26,6 +26,8 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()  # empty: no authentication
     state_dir: str | None = None  # stored responses and conversations; None: in memory, gone with the process
     redis_url: str | None = None  # keep them there instead, shared with other servers
+    tool_call_parser: str | None = None  # how the model writes calls and reasoning; None: as its template tells
+    reasoning_parser: str | None = None
     max_body_bytes: int = 32 * 2**20
     max_waiting: int = 1024  # turns that may wait for admission before new ones get 429
     tokens_per_minute: int | None = None  # computed tokens that each key may ask for; None: no limit

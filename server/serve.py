@@ -79,7 +79,11 @@ async def running_server(
 
     Raises ModelNotFound, PortTakenError, OSError, EngineStartError.
     """
-    text_model = TextModel.from_source(text_source(config.engine))
+    text_model = TextModel.from_source(
+        text_source(config.engine),
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
     metrics = ServerMetrics()
     numbers = itertools.count()
 

@@ -55,7 +55,10 @@ class TextModel:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Iterable[int] = (),
         sampling_defaults: SamplingDefaults | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
+        """The parsers' names (server/parsers) take the place of what the template tells about the model's output."""
         self.name = name
         self.has_chat_template = chat_template is not None
         self.tokenizer = Tokenizer(tokenizer_json)
@@ -64,7 +67,9 @@ class TextModel:
         )
         self.encoder = PromptEncoder(self.template, self.tokenizer)
         self.boundaries = BoundaryFinder(self.template, self.tokenizer, encoder=self.encoder)
-        self.format: OutputFormat = select_format(self.template)
+        self.format: OutputFormat = select_format(
+            self.template, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser
+        )
         self.hidden_ids = self.tokenizer.hidden_ids(keep=self.format.markup)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
@@ -73,7 +78,9 @@ class TextModel:
         self._token_texts: dict[int, tuple[str, tuple[int, ...] | None]] = {}
 
     @classmethod
-    def from_source(cls, source: ModelSource) -> TextModel:
+    def from_source(
+        cls, source: ModelSource, *, tool_call_parser: str | None = None, reasoning_parser: str | None = None
+    ) -> TextModel:
         return cls(
             source.tokenizer_json(),
             source.chat_template(),
@@ -83,6 +90,8 @@ class TextModel:
             special_tokens=source.special_tokens(),
             eos_token_ids=source.eos_token_ids,
             sampling_defaults=SamplingDefaults.from_generation_config(source.generation_config()),
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
         )
 
     def prepare(self, request: TurnRequest, *, memory_key: str | None, now: float) -> Prompt:

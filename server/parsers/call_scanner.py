@@ -1,4 +1,4 @@
-"""Finds the end of a tool call's JSON while its text arrives, and reads the call.
+"""Finds the end of tool calls' JSON while its text arrives, and reads the calls.
 
 Each character is looked at once. What is accepted is JSON, except that strings may hold raw line breaks, which models
 write; such arguments are written anew as strict JSON.
@@ -17,9 +17,11 @@ SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class CallScanner:
-    """Scans for one JSON object. state: "open" (needs more), "complete" or "malformed"."""
+    """Scans for one JSON object, or list where `starts` has its bracket. state: "open" (needs more), "complete" or
+    "malformed"."""
 
-    def __init__(self) -> None:
+    def __init__(self, starts: str = "{") -> None:
+        self._starts = starts
         self.state: Literal["open", "complete", "malformed"] = "open"
         self._depth = 0
         self._in_string = False
@@ -38,7 +40,7 @@ class CallScanner:
                 position = _skip_space(text, position)
                 if position == len(text):
                     return position
-                if text[position] != "{":
+                if text[position] not in self._starts:
                     self.state = "malformed"
                     return position
                 self._depth = 1
@@ -70,6 +72,50 @@ class CallScanner:
             self.state = "malformed"
 
 
+def read_calls(text: str) -> list[tuple[str, str]] | None:
+    """The calls of an object or of a list of them, as read_call() gives each. None if one is no call, or none is
+    there."""
+    if text.lstrip()[:1] != "[":
+        call = read_call(text)
+        return None if call is None else [call]
+    try:
+        spans = _item_spans(text, strict=True)
+    except (ValueError, RecursionError):
+        try:
+            spans = _item_spans(text, strict=False)
+        except (ValueError, RecursionError):
+            return None
+    calls = [read_call(span) for span in spans]
+    found = [call for call in calls if call is not None]
+    return found if found and len(found) == len(calls) else None
+
+
+def read_object(text: str) -> str | None:
+    """The JSON text of an object as the model wrote it, or written anew where strings hold raw line breaks."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+        return text.strip() if isinstance(value, dict) else None
+    except (ValueError, RecursionError):
+        pass
+    try:
+        value = json.loads(text, strict=False, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return write_arguments(value) if isinstance(value, dict) else None
+
+
+def write_arguments(arguments: dict[str, Any]) -> str | None:
+    """Strict JSON text of arguments; None for numbers that JSON cannot carry."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can carry
+        return json.dumps(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return text
+
+
 def read_call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call object; the arguments as the JSON text the model wrote. None if it is no call.
 
@@ -97,7 +143,8 @@ def read_call(text: str) -> tuple[str, str] | None:
         value, raw = {}, "{}"
     if not isinstance(value, dict):
         return None
-    return name, raw if strict else json.dumps(value, ensure_ascii=False)
+    written = raw if strict else write_arguments(value)
+    return None if written is None else (name, written)
 
 
 def _member_spans(text: str, strict: bool) -> dict[str, tuple[Any, str]]:
@@ -125,6 +172,26 @@ def _member_spans(text: str, strict: bool) -> dict[str, tuple[Any, str]]:
     if _skip_space(text, position + 1) != len(text):
         raise ValueError("text after the object")
     return members
+
+
+def _item_spans(text: str, strict: bool) -> list[str]:
+    """The texts of a JSON list's items. Raises ValueError."""
+    decoder = json.JSONDecoder(strict=strict, parse_constant=_refuse_constant)
+    position = _skip_space(text, _skip_space(text, 0) + 1)
+    items: list[str] = []
+    while text[position : position + 1] != "]" or items:
+        start = position
+        _, position = decoder.raw_decode(text, start)
+        items.append(text[start:position])
+        position = _skip_space(text, position)
+        if text[position : position + 1] == "]":
+            break
+        if text[position : position + 1] != ",":
+            raise ValueError("no comma between items")
+        position = _skip_space(text, position + 1)
+    if _skip_space(text, position + 1) != len(text):
+        raise ValueError("text after the list")
+    return items
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -1,7 +1,8 @@
 """Splits generated text into content, reasoning and tool calls while it arrives.
 
-A call is delivered when it is complete: until then it may turn out to be no call, and a client must never be handed
-broken JSON as a call. What is no call stays text. The text is looked at once; pieces may be split anywhere.
+Reasoning stands between two tags; what a call looks like is its syntax's to say. A call is delivered when it is
+complete: until then it may turn out to be no call, and a client must never be handed broken JSON as a call. What is no
+call stays text. The text is looked at once; pieces may be split anywhere.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from turnkeep.server.parsers.call_scanner import CallScanner, read_call
+from turnkeep.server.parsers.call_syntax import CallSyntax, Schemas
 from turnkeep.server.parsers.deltas import Delta, DeltaKind
 
 State = Literal["content", "reasoning", "call"]
 
 BLOCK_CHARS = 2048
+LONG_CALL_CHARS = 2048
+MAX_FUTILE_CALLS = 8  # after so many long texts that were no call after all, no more are looked for: time stays linear
 
 
 class OutputParser:
@@ -28,8 +31,9 @@ class OutputParser:
         self,
         *,
         think_tags: tuple[str, str] | None,
-        call_tags: tuple[str, str],
+        syntax: CallSyntax,
         tool_names: frozenset[str] | None,
+        schemas: Schemas,
         is_reasoning: bool,
         first_prefix: str,
         reasoning_prefix: str,
@@ -42,8 +46,12 @@ class OutputParser:
         self.num_calls: int = 0
         self.num_unknown_tools: int = 0
         self._think, self._think_end = think_tags or ("", "")
-        self._call, self._call_end = call_tags
-        self._tag_starts = frozenset(tag[0] for tag in (self._think, self._think_end, *call_tags) if tag)
+        self._syntax = syntax
+        self._schemas = schemas
+        self._call_ends = tuple(closer for closer in syntax.closers if len(closer) > 1)
+        self._tags = [tag for tag in (self._think, self._think_end, *syntax.openers, *self._call_ends) if tag]
+        self._tag_starts = frozenset(tag[0] for tag in self._tags)
+        self._bare_starts = "" if tool_names is None else syntax.bare_starts
         self._tool_names = tool_names
         self._reasoning_prefix = reasoning_prefix
         self._reasoning_suffix = reasoning_suffix
@@ -55,9 +63,11 @@ class OutputParser:
         self._has_content = False
         self._after_call = False
         self._keeps_call_end = False  # the end tag of a call that was none is text, like its start tag
-        self._scanner = CallScanner()
-        self._call_parts: list[str] = []
+        self._scanner = syntax.new_scanner()
+        self._opener = ""
+        self._call_parts: list[str] = []  # the text behind the opener
         self._call_origin: State = "content"
+        self._num_futile = 0
         self._before_call = ""
         self._deltas: list[Delta] = []
         self._backlog: deque[str] = deque()  # text to look at after _text, in blocks, so that no step copies much
@@ -65,7 +75,8 @@ class OutputParser:
 
     def push(self, text: str) -> list[Delta]:
         """Deltas that the next piece of text completes."""
-        if self._state != "call" and not (self._prefix or self._after_call or self._backlog):
+        may_begin_bare = self._bare_starts and not self._has_content
+        if self._state != "call" and not (self._prefix or self._after_call or self._backlog or may_begin_bare):
             plain = self._text + text
             # The usual piece: no tag can begin in it, and it does not end in blanks, which may belong to a tag.
             if plain and len(plain) <= BLOCK_CHARS and not plain[-1].isspace() and _holds_none(plain, self._tag_starts):
@@ -122,16 +133,22 @@ class OutputParser:
     def _step_content(self) -> bool:
         if not self._take_prefix():
             return False
-        tags = [tag for tag in (self._think, self._think_end, self._call, self._call_end) if tag]
-        position, tag = _first_of(self._text, tags)
+        if self._begins_bare():
+            return True
+        position, tag = _first_of(self._text, self._tags)
         if tag is None:
-            self._deliver_content(self._text[: self._num_ready(tags)])
+            self._deliver_content(self._text[: self._num_ready(self._tags)])
             return False
         before, self._text = self._text[:position], self._text[position + len(tag) :]
-        if tag == self._call and self._tool_names is not None:
-            self._begin_call(before)
-        elif tag == self._call_end and self._keeps_call_end:
+        if tag in self._syntax.openers and self._tool_names is not None:
+            if self._num_futile < MAX_FUTILE_CALLS:
+                self._begin_call(before, tag)
+            else:
+                self._emit_content(before + tag)
+        elif tag in self._call_ends and self._keeps_call_end:
             self._keeps_call_end = False
+            self._emit_content(before + tag)
+        elif tag in self._syntax.kept_openers:  # no calls are allowed: the body is text, and this is a part of it
             self._emit_content(before + tag)
         elif tag == self._think:
             self._emit_content(before if before.strip() or self._has_content else "")
@@ -140,10 +157,22 @@ class OutputParser:
             self._emit_content(before)
         return True
 
+    def _begins_bare(self) -> bool:
+        """Begin a call that has no tag, where one may stand."""
+        if not self._bare_starts or (self._has_content and not self._after_call):
+            return False
+        rest = self._text.lstrip()
+        if not rest or rest[0] not in self._bare_starts:
+            return False
+        before, self._text = self._text[: len(self._text) - len(rest)], rest[1:]
+        self._begin_call(before, rest[0])
+        return True
+
     def _step_reasoning(self) -> bool:
         if not self._take_prefix():
             return False
-        tags = [self._think_end] if self._tool_names is None else [self._think_end, self._call]
+        searches_calls = self._tool_names is not None and self._num_futile < MAX_FUTILE_CALLS
+        tags = [self._think_end, *(self._syntax.openers if searches_calls else ())]
         position, tag = _first_of(self._text, tags)
         if tag is None:
             num_ready = self._num_ready(tags)
@@ -151,8 +180,8 @@ class OutputParser:
             self._text = self._text[num_ready:]
             return False
         before, self._text = self._text[:position], self._text[position + len(tag) :]
-        if tag == self._call:
-            self._begin_call(before)
+        if tag != self._think_end:
+            self._begin_call(before, tag)
         else:
             self._emit("reasoning", before.removesuffix(self._reasoning_suffix))
             self._state, self._prefix = "content", self._content_prefix
@@ -162,7 +191,7 @@ class OutputParser:
         """How much of the text can be delivered: not blanks at its end (they may belong to a tag), nor half a tag."""
         if self._at_end:
             return len(self._text)
-        longest = max(map(len, tags)) - 1
+        longest = max(map(len, tags), default=1) - 1
         end = len(self._text)
         for length in range(min(longest, end), 0, -1):
             tail = self._text[end - length :]
@@ -193,63 +222,83 @@ class OutputParser:
         else:
             self._deltas.append(Delta(kind, text, index))
 
-    def _begin_call(self, before: str) -> None:
-        """A call tag was seen after the undelivered text `before`; how that ends is settled with the call."""
+    def _begin_call(self, before: str, opener: str) -> None:
+        """A call's opener was seen after the undelivered text `before`; how that ends is settled with the call."""
         self._call_origin = self._state
         self._before_call = before
         self._state = "call"
-        self._scanner = CallScanner()
+        self._scanner = self._syntax.new_scanner()
+        self._opener = opener
         self._call_parts = []
+        if self._is_opener_kept:
+            self._scanner.feed(opener)
         text, self._text = self._text, ""
         self._scan_call(text)
 
+    @property
+    def _is_opener_kept(self) -> bool:
+        """Whether the opener is a part of the call's body."""
+        return self._opener in self._syntax.kept_openers or self._is_bare
+
+    @property
+    def _is_bare(self) -> bool:
+        return self._opener not in self._syntax.openers
+
     def _scan_call(self, text: str) -> None:
         end = self._scanner.feed(text)
+        self._call_parts.append(text)
         if self._scanner.state == "complete":
-            self._call_parts.append(text[:end])
-            self._text = text[end:]
-        else:
-            self._call_parts.append(text)
+            fed = "".join(self._call_parts)
+            end += len(fed) - len(text)
+            self._call_parts = [fed[:end]]
+            self._text = fed[end:]
 
     def _step_call(self) -> bool:
         if self._scanner.state == "open":
             if not self._at_end:
                 return False
+            self._num_futile += 1
             self._reject_call()
             return True
         if self._scanner.state == "malformed":
             self._reject_call()
             return True
         following = self._text.lstrip()
-        tags = (self._call_end, self._call)
+        tags = (*self._syntax.closers, *self._syntax.openers)
         if following.startswith(tags) or (self._at_end and not following):
             self._accept_call(following)
             return True
         if any(tag.startswith(following) for tag in tags) and not self._at_end:
             return False
-        self._reject_call()
+        if self._syntax.needs_closer:
+            self._reject_call()
+        else:
+            self._accept_call(following)
         return True
 
     def _accept_call(self, following: str) -> None:
-        call = read_call("".join(self._call_parts))
-        if call is None:
+        body = (self._opener if self._is_opener_kept else "") + "".join(self._call_parts)
+        calls = self._scanner.read(body, self._schemas)
+        if calls is None:
             self._reject_call()
             return
-        name, arguments = call
-        is_declared = self._tool_names is not None and name in self._tool_names
+        names = self._tool_names or frozenset()
+        # Thinking aloud about calls is no call, and JSON may be the answer.
+        if (self._call_origin == "reasoning" or self._is_bare) and not all(name in names for name, _ in calls):
+            self._reject_call()
+            return
         if self._call_origin == "reasoning":
-            if not is_declared:  # thinking aloud about calls
-                self._reject_call()
-                return
             self._emit("reasoning", self._before_call.removesuffix(self._reasoning_suffix))
         else:
             self._emit_content(self._content_before_call())
-        self._emit("tool_call", name, self.num_calls)
-        self._emit("arguments", arguments, self.num_calls)
-        self.num_calls += 1
-        self.num_unknown_tools += not is_declared
+        for name, arguments in calls:
+            self._emit("tool_call", name, self.num_calls)
+            self._emit("arguments", arguments, self.num_calls)
+            self.num_calls += 1
+            self.num_unknown_tools += name not in names
         self._state, self._after_call = "content", True
-        self._text = following.removeprefix(self._call_end)
+        closer = next((closer for closer in self._syntax.closers if following.startswith(closer)), "")
+        self._text = following.removeprefix(closer)
 
     def _content_before_call(self) -> str:
         """The content in front of a call without the blanks that belong to the call."""
@@ -259,16 +308,17 @@ class OutputParser:
         return before.removesuffix(self._call_separator)
 
     def _reject_call(self) -> None:
-        """It was no call: its tag is text, and what follows is looked at again."""
+        """It was no call: its opener is text, and what follows is looked at again."""
+        self._num_futile += self._scanner.num_taken > LONG_CALL_CHARS
         self._backlog.appendleft(self._text)
         self._backlog.extendleft(reversed(self._call_parts))
         self._text = ""
         self._call_parts = []
         self._state = self._call_origin
         if self._state == "reasoning":
-            self._emit("reasoning", self._before_call + self._call)
+            self._emit("reasoning", self._before_call + self._opener)
         else:
-            self._emit_content(self._before_call + self._call)
+            self._emit_content(self._before_call + self._opener)
             self._keeps_call_end = True
 
 
