@@ -54,9 +54,14 @@ class InfoEndpoints:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def models(self, request: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [self._model(name) for name in self._service.served_names]})
+        """The names that the model answers to, in the words of OpenAI's and of Anthropic's clients."""
+        names = self._service.served_names
+        data = [self._model(name) for name in names]
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return json_response({"object": "list", "data": data, **ends})
 
     async def model(self, request: web.Request) -> web.Response:
+        """One of them."""
         name = request.match_info["id"]
         if name not in self._service.served_names:
             raise errors.model_not_found(name)
@@ -76,6 +81,9 @@ class InfoEndpoints:
             "object": "model",
             "created": self._created,
             "owned_by": "turnkeep",
+            "type": "model",
+            "display_name": name,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created)),
             "max_model_len": self._service.max_model_len,
         }
 

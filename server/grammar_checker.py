@@ -78,9 +78,11 @@ class GrammarChecker:
 
     async def _check(self, grammar: str, vocab_size: int) -> str:
         digest = hashlib.sha256(grammar.encode()).digest()
+        if digest in self._checked:  # known ones do not wait for those that are compiled now
+            self._checked.move_to_end(digest)
+            return self._checked[digest]
         async with self._lock:
-            if digest in self._checked:
-                self._checked.move_to_end(digest)
+            if digest in self._checked:  # by the one before in the queue
                 return self._checked[digest]
             try:
                 if self._process is None:

@@ -43,6 +43,7 @@ def to_chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
     fields.update(_tool_choice(body.tool_choice, has_tools=fields["tools"] is not None))
     max_tokens = body.max_tokens if isinstance(body, MessagesRequest) else None
     fields.update(_thinking(body.thinking, body.output_config, max_tokens))
+    fields["response_format"] = _output_format(body)
     if isinstance(body, MessagesRequest):
         stops = body.stop_sequences or []
         if len(stops) > MAX_STOP_SEQUENCES:
@@ -228,6 +229,20 @@ def _tool_choice(choice: Mapping[str, Any] | None, *, has_tools: bool) -> dict[s
     if kind == "tool":
         chosen = {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
     return {"tool_choice": chosen, "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True}
+
+
+def _output_format(body: CountTokensRequest) -> dict[str, Any] | None:
+    """The schema of the answer, as chat completions have it."""
+    wanted, path = body.output_format, "output_format"
+    if body.output_config is not None and body.output_config.get("format") is not None:
+        wanted, path = body.output_config["format"], "output_config.format"
+    if wanted is None:
+        return None
+    if not isinstance(wanted, Mapping) or wanted.get("type") != "json_schema":
+        raise errors.bad_request(f"{path}.type: must be 'json_schema'", f"{path}.type")
+    if not isinstance(wanted.get("schema"), Mapping):
+        raise errors.bad_request(f"{path}.schema: an object is required", f"{path}.schema")
+    return {"type": "json_schema", "json_schema": {"schema": wanted["schema"]}}
 
 
 def _thinking(

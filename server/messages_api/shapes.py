@@ -22,6 +22,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # where older clients have what now is output_config.format
     metadata: Any = None
     cache_salt: str | None = None  # as in chat completions: divides the tenant's prefixes further
     conversation_id: Any = None

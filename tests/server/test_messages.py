@@ -170,6 +170,18 @@ async def test_the_session_in_the_user_id_is_the_conversation(
         assert server.engine.submitted[-1].conversation_id == expected
 
 
+async def test_the_models_are_listed_for_the_official_client(text_model: TextModel) -> None:
+    options = {"served_model_names": ("demo", "org/demo")}
+    async with (
+        live_server(saying(text_model, "Hi"), text_model=text_model, **options) as server,
+        client_of(server) as client,
+    ):
+        models = [model.id async for model in client.models.list()]
+        one = await client.models.retrieve("demo")
+    assert models == ["demo", "org/demo"]
+    assert (one.type, one.display_name) == ("model", "demo")
+
+
 async def test_errors_are_in_anthropics_envelope_with_its_words(text_model: TextModel) -> None:
     async with live_server(saying(text_model, "Hi"), text_model=text_model, api_keys=("key",)) as server:
         async with client_of(server, api_key="wrong") as client:

@@ -118,6 +118,15 @@ def test_tools_and_choices_become_those_of_chat() -> None:
     assert to_chat_request(request([user(text("Hi"))], tools=[])).tools is None
 
 
+def test_an_output_format_becomes_a_response_format() -> None:
+    wanted = {"type": "json_schema", "schema": {"type": "object"}}
+    for fields in ({"output_format": wanted}, {"output_config": {"format": wanted}}):
+        chat = to_chat_request(request([user(text("Hi"))], **fields))
+        assert chat.response_format is not None
+        assert chat.response_format.json_schema is not None
+        assert chat.response_format.json_schema.schema == {"type": "object"}
+
+
 def test_thinking_settings_become_template_arguments() -> None:
     def settings(**fields: Any) -> tuple[Any, Any]:
         chat = to_chat_request(request([user(text("Hi"))], **fields))
@@ -148,6 +157,8 @@ def test_thinking_settings_become_template_arguments() -> None:
         ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"stop_sequences": ["a"] * 5}, "stop_sequences"),
         ({"output_config": {"effort": "huge"}}, "reasoning_effort"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
     ],
 )
 def test_what_is_wrong_is_named(fields: dict[str, Any], where: str) -> None:
