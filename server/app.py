@@ -18,6 +18,7 @@ from turnkeep.server.config import ServerConfig
 from turnkeep.server.conversations import cache_root
 from turnkeep.server.conversations_api import ConversationsEndpoint, add_conversations
 from turnkeep.server.engine_supervisor import EngineSupervisor
+from turnkeep.server.http_connection import EnvelopeRunner
 from turnkeep.server.http_guard import TENANT, Authenticator, add_common_headers, json_response, make_guard
 from turnkeep.server.idempotency import make_idempotency
 from turnkeep.server.messages_api import MessagesEndpoint, messages_envelope
@@ -137,7 +138,7 @@ def add_stored_state(app: web.Application, service: ChatService, metrics: Server
 
 def make_runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
     """How connections are handled: a client that goes away cancels its handler, which aborts its turn."""
-    return web.AppRunner(
+    return EnvelopeRunner(
         app,
         handler_cancellation=True,
         keepalive_timeout=config.keep_alive_s,
