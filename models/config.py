@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal, NamedTuple
 
-# "parallel" is attention and Mamba-2 side by side on one input; "short_conv" keeps a window of inputs and no state.
-LayerKind = Literal["mamba2", "gated_delta", "attention", "parallel", "short_conv", "mlp", "moe"]
-KINDS_WITH_KV = ("attention", "parallel")
+# "sliding" is attention that sees the last tokens only; "parallel" is attention and Mamba-2 side by side on one input;
+# "short_conv" keeps a window of inputs and no state.
+LayerKind = Literal["mamba2", "gated_delta", "attention", "sliding", "parallel", "short_conv", "mlp", "moe"]
+KINDS_WITH_KV = ("attention", "sliding", "parallel")
 KINDS_WITH_STATE = ("mamba2", "gated_delta", "parallel", "short_conv")
 
 
@@ -123,11 +124,19 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SlidingConfig:
+    """What sliding layers have of their own: the last `window` tokens, the own one among them, and their `rope`."""
+
+    window: int
+    rope: RopeConfig | None
+
+
+@dataclass(frozen=True, slots=True)
 class MLPConfig:
     """Sizes of the MLP mixers: down(act(up(x))), or down(act(gate(x)) * up(x)) when gated."""
 
     intermediate_size: int
-    activation: Literal["relu2", "silu"]
+    activation: Literal["relu2", "silu", "gelu_tanh"]
     is_gated: bool
     has_bias: bool
 
@@ -183,7 +192,10 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder. A layer here is one residual step, x + mixer(norm(x)): a Llama block counts as two layers."""
+    """One decoder. A layer here is one residual step, x + mixer(norm(x)): a Llama block counts as two layers.
+
+    `has_post_norms`: the mixer's output is normalised too, before it is added.
+    """
 
     model_type: str
     vocab_size: int
@@ -200,6 +212,8 @@ class ModelConfig:
     moe: MoEConfig | None = None
     gated_delta: GatedDeltaConfig | None = None
     multipliers: Multipliers = Multipliers()
+    sliding: SlidingConfig | None = None
+    has_post_norms: bool = False
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModelConfig:

@@ -20,24 +20,28 @@ from turnkeep.models.mixers.mamba2 import Mamba2Mixer
 from turnkeep.models.mixers.mlp import MLPMixer
 from turnkeep.models.mixers.moe import MoEMixer
 from turnkeep.models.mixers.parallel import ParallelMixer
-from turnkeep.models.mixers.parameters import empty_parameter
+from turnkeep.models.mixers.parameters import empty_parameter, empty_parameter_or_none
 from turnkeep.models.mixers.short_conv import ShortConvMixer
 
 
 class ResidualLayer(nn.Module):
-    """x + mixer(norm(x)), added in place."""
+    """x + mixer(norm(x)), added in place; in some families x + norm(mixer(norm(x)))."""
 
     def __init__(self, mixer: nn.Module, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
         self.norm_eps = config.norm_eps
         self.norm_weight = empty_parameter(config.hidden_size, dtype=torch.float32)
+        self.post_norm_weight = empty_parameter_or_none(config.has_post_norms, config.hidden_size, dtype=torch.float32)
         self.mixer = mixer
 
     def forward(self, residual: Tensor, step: DecoderStep) -> Tensor:
         """residual [T, hidden_size] in the model dtype or float32; the norm's output is always in the model dtype."""
         normed = rms_norm(residual, self.norm_weight, self.norm_eps).to(self.dtype)
-        return residual.add_(self.mixer(normed, step))
+        mixed: Tensor = self.mixer(normed, step)
+        if self.post_norm_weight is not None:
+            mixed = rms_norm(mixed, self.post_norm_weight, self.norm_eps)
+        return residual.add_(mixed)
 
 
 class Decoder(nn.Module):
@@ -47,6 +51,7 @@ class Decoder(nn.Module):
     """
 
     rotary_frequencies: Tensor | None
+    sliding_frequencies: Tensor | None
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -63,9 +68,13 @@ class Decoder(nn.Module):
         self.lm_head = (
             None if config.tie_word_embeddings else empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
         )
-        rope = config.attention.rope if config.attention else None
-        frequencies = _rotary_frequencies(rope, config.head_dim) if rope else None
-        self.register_buffer("rotary_frequencies", frequencies, persistent=False)
+        ropes = {
+            "rotary_frequencies": config.attention.rope if config.attention else None,
+            "sliding_frequencies": config.sliding.rope if config.sliding else None,
+        }
+        for name, rope in ropes.items():
+            frequencies = _rotary_frequencies(rope, config.head_dim) if rope else None
+            self.register_buffer(name, frequencies, persistent=False)
 
     @property
     def weight_bytes(self) -> int:
@@ -83,12 +92,14 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, cache: CacheTensors) -> Tensor:
         """The normed last hidden state [K, hidden_size] of the wanted rows: what the output head reads."""
-        config, frequencies = self.config, self.rotary_frequencies
+        config, positions = self.config, batch.positions
+        frequencies, sliding = self.rotary_frequencies, self.sliding_frequencies
         step = DecoderStep(
             batch=batch,
             cache=cache,
             recurrent=split_recurrent(batch) if self.is_recurrent else None,
-            rotary=frequencies if frequencies is None else rotary_cos_sin(batch.positions, frequencies),
+            rotary=None if frequencies is None else rotary_cos_sin(positions, frequencies),
+            sliding_rotary=None if sliding is None else rotary_cos_sin(positions, sliding),
         )
         residual = functional.embedding(batch.token_ids, self.embedding)
         if config.multipliers.embedding != 1.0:
@@ -115,6 +126,8 @@ def _build_mixer(config: ModelConfig, position: int, dtype: torch.dtype) -> nn.M
         return GatedDeltaMixer(config.gated_delta, size, eps, state, dtype)
     if kind == "attention" and config.attention:
         return AttentionMixer(config.attention, size, eps, kv, dtype)
+    if kind == "sliding" and config.attention and config.sliding:
+        return AttentionMixer(config.attention, size, eps, kv, dtype, config.sliding.window)
     if kind == "parallel" and config.attention and config.mamba2:
         attention = AttentionMixer(config.attention, size, eps, kv, dtype)
         return ParallelMixer(attention, Mamba2Mixer(config.mamba2, size, eps, state, dtype))

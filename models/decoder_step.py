@@ -34,6 +34,7 @@ class DecoderStep:
     cache: CacheTensors
     recurrent: RecurrentStep | None  # None without recurrent layers
     rotary: tuple[torch.Tensor, torch.Tensor] | None  # cosines and sines [T, rotary_dim / 2] float32
+    sliding_rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # those of sliding layers
 
 
 def split_recurrent(batch: ForwardBatch) -> RecurrentStep:

@@ -75,11 +75,17 @@ def read_rotated_attention(fields: ConfigFields, hidden_size: int, default_theta
     )
 
 
-def refuse_sliding_windows(fields: ConfigFields) -> None:
-    """Raises ConfigError when some attention layer sees only the last tokens."""
-    types = fields.get("layer_types")
-    if fields.flag("use_sliding_window", default=False) or (isinstance(types, list) and "sliding_attention" in types):
-        raise fields.error("sliding_window is not supported: attention layers must see the whole context")
+ATTENTION_NAMES: dict[str, LayerKind] = {"full_attention": "attention", "sliding_attention": "sliding"}
+
+
+def read_attention_kinds(fields: ConfigFields) -> tuple[LayerKind, ...]:
+    """Which blocks see the whole context and which the last tokens, as Qwen2 and Qwen3 spell it."""
+    if fields.get("layer_types") is not None:
+        return read_sequence_kinds(fields, ATTENTION_NAMES)
+    num_layers = fields.integer("num_hidden_layers")
+    num_full = fields.integer("max_window_layers", default=28, minimum=0)
+    slides = fields.flag("use_sliding_window", default=False) and fields.get("sliding_window") is not None
+    return tuple("sliding" if slides and block >= num_full else "attention" for block in range(num_layers))
 
 
 def read_silu_mlp(fields: ConfigFields) -> MLPConfig:

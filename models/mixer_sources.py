@@ -53,6 +53,8 @@ class BlockNames:
     channel_norm: str
     final_norm: str
     layer: LayerNames
+    sequence_post_norm: str = ""
+    channel_post_norm: str = ""
 
 
 def mamba2_sources(prefix: str, config: Mamba2Config, hidden_size: int, factors: Multipliers) -> Sources:
@@ -228,7 +230,7 @@ def _mixer_sources(kind: LayerKind, prefix: str, config: ModelConfig, names: Lay
         return mamba2_sources(prefix + names.mamba2, config.mamba2, hidden_size, factors)
     if kind == "gated_delta" and config.gated_delta:
         return gated_delta_sources(prefix + names.gated_delta, config.gated_delta, hidden_size, names, factors)
-    if kind == "attention" and config.attention:
+    if kind in ("attention", "sliding") and config.attention:
         return attention_sources(prefix + names.attention, config.attention, hidden_size, names, factors)
     if kind == "parallel":
         both: tuple[LayerKind, LayerKind] = ("attention", "mamba2")
@@ -282,6 +284,9 @@ def block_weight_map(
         prefix = f"model.layers.{index // 2}."
         norm = names.channel_norm if index % 2 else names.sequence_norm
         sources[f"layers.{index}.norm_weight"] = one(f"{prefix}{norm}.weight", config.hidden_size)
+        if config.has_post_norms:
+            post_norm = names.channel_post_norm if index % 2 else names.sequence_post_norm
+            sources[f"layers.{index}.post_norm_weight"] = one(f"{prefix}{post_norm}.weight", config.hidden_size)
         own = mixer_sources(index, prefix, config, names.layer)
         sources |= own
         if kind == "moe" and config.moe:

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from turnkeep.models.config import ConfigFields, ModelConfig
 from turnkeep.models.llama import read_attention_blocks, weight_map
-from turnkeep.models.mixer_fields import read_rotated_attention, refuse_sliding_windows
+from turnkeep.models.mixer_fields import read_attention_kinds, read_rotated_attention
 
 __all__ = ["read_config", "weight_map"]
 
 
 def read_config(fields: ConfigFields) -> ModelConfig:
-    """The configuration of a Qwen2 checkpoint. Raises ConfigError, also where windows slide."""
-    refuse_sliding_windows(fields)
+    """The configuration of a Qwen2 checkpoint. Raises ConfigError."""
     attention = read_rotated_attention(fields, fields.integer("hidden_size"))
-    return read_attention_blocks(fields, replace(attention, has_bias=True, has_out_bias=False))
+    return read_attention_blocks(
+        fields, replace(attention, has_bias=True, has_out_bias=False), read_attention_kinds(fields)
+    )

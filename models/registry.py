@@ -12,6 +12,7 @@ from typing import Any
 from turnkeep.models import (
     bamba,
     falcon_h1,
+    gemma3,
     granite_hybrid,
     lfm2,
     llama,
@@ -37,6 +38,7 @@ class ModelType:
 MODEL_TYPES: dict[str, ModelType] = {
     "bamba": ModelType(bamba.read_config, bamba.weight_map),
     "falcon_h1": ModelType(falcon_h1.read_config, falcon_h1.weight_map),
+    "gemma3_text": ModelType(gemma3.read_config, gemma3.weight_map),
     "granitemoehybrid": ModelType(granite_hybrid.read_config, granite_hybrid.weight_map),
     "lfm2": ModelType(lfm2.read_config, lfm2.weight_map),
     "llama": ModelType(llama.read_config, llama.weight_map),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-TinyKind = Literal["hybrid", "attention_only", "attention_free", "short_conv", "parallel", "experts", "gated_delta"]
+TinyKind = Literal[
+    "hybrid", "attention_only", "attention_free", "sliding", "short_conv", "parallel", "experts", "gated_delta"
+]
 
 _NEMOTRON_H: dict[str, Any] = {
     "model_type": "nemotron_h",
@@ -47,6 +49,25 @@ _LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+
+_GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 76,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 9,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 10,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 _LFM2: dict[str, Any] = {
     "model_type": "lfm2",
@@ -121,9 +142,10 @@ _QWEN3_5: dict[str, Any] = {
 
 
 def tiny_config(kind: TinyKind) -> dict[str, Any]:
-    """A fresh config dict: "hybrid" (Mamba-2, attention, MLP), "attention_only" (Llama), "attention_free",
-    "short_conv" (LFM2: short convolutions and attention), "parallel" (Falcon-H1: attention beside Mamba-2), "experts"
-    (Mamba-2, attention, mixture of experts), "gated_delta" (Qwen3.5: gated delta nets and gated attention).
+    """A fresh config dict: "hybrid" (Mamba-2, attention, MLP), "attention_only" (Llama), "attention_free", "sliding"
+    (Gemma 3: attention that mostly slides), "short_conv" (LFM2: short convolutions and attention), "parallel"
+    (Falcon-H1: attention beside Mamba-2), "experts" (Mamba-2, attention, mixture of experts), "gated_delta" (gated
+    delta nets and gated attention).
 
     Raises ValueError for another kind.
     """
@@ -133,6 +155,8 @@ def tiny_config(kind: TinyKind) -> dict[str, Any]:
         return _NEMOTRON_H | {"hybrid_override_pattern": "M-MM-"}
     if kind == "attention_only":
         return dict(_LLAMA)
+    if kind == "sliding":
+        return dict(_GEMMA3)
     if kind == "short_conv":
         return dict(_LFM2)
     if kind == "parallel":

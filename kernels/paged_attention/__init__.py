@@ -35,12 +35,14 @@ def paged_attention(
     context_lens: Sequence[int],
     num_decodes: int,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed queries over their own request's pages; the step's keys are already written.
 
     q [T, Hq, D], Hq a multiple of Hkv (query head h reads key head h // (Hq / Hkv)); kv [2, P, page_size, Hkv, D];
     page_table [R, max_pages] int64, padded with page 0, whose slots hold finite values. The query at offset i of
-    request r sees its positions [0, context_lens[r] + i]. The first num_decodes requests have one token each.
+    request r sees its positions [0, context_lens[r] + i], of these the last `window` where one is given. The first
+    num_decodes requests have one token each.
     What lies in slots past a request's length never matters, NaN included. Returns [T, Hq, D] in the dtype of q.
     Raises ValueError for shapes and lengths that do not fit.
     """
@@ -54,4 +56,6 @@ def paged_attention(
         )
     if not 0 <= num_decodes <= len(seq_lens) or any(length != 1 for length in seq_lens[:num_decodes]):
         raise ValueError(f"paged_attention: the first {num_decodes} of lengths {list(seq_lens)} are not all 1")
-    return paged_attention_reference(q, kv, page_table, seq_lens, context_lens, num_decodes, scale)
+    if window is not None and window < 1:
+        raise ValueError(f"paged_attention: a window of {window} tokens")
+    return paged_attention_reference(q, kv, page_table, seq_lens, context_lens, num_decodes, scale, window)

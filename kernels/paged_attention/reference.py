@@ -33,24 +33,25 @@ def paged_attention_reference(
     context_lens: Sequence[int],
     num_decodes: int,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """See `turnkeep.kernels.paged_attention.paged_attention`."""
     if num_decodes == 1 and len(seq_lens) == 1:
-        return _attend_one(q, kv, page_table[0], context_lens[0] + 1, scale)
+        return _attend_one(q, kv, page_table[0], context_lens[0] + 1, scale, window)
     out = torch.empty_like(q)
     for requests in _decode_groups(context_lens[:num_decodes], kv.shape[2]):
         if len(requests) == 1:
             (r,) = requests
-            out[r] = _attend_one(q[r : r + 1], kv, page_table[r], context_lens[r] + 1, scale)[0]
+            out[r] = _attend_one(q[r : r + 1], kv, page_table[r], context_lens[r] + 1, scale, window)[0]
         else:
             index = torch.tensor(requests, dtype=torch.int64, device=q.device)
             kv_lens = [context_lens[r] + 1 for r in requests]
-            out[index] = _attend_group(q[index], kv, page_table[index], kv_lens, scale)
+            out[index] = _attend_group(q[index], kv, page_table[index], kv_lens, scale, window)
     start = num_decodes
     for r in range(num_decodes, len(seq_lens)):
         end = start + seq_lens[r]
         if end > start:
-            out[start:end] = _attend_chunk(q[start:end], kv, page_table[r], context_lens[r], scale)
+            out[start:end] = _attend_chunk(q[start:end], kv, page_table[r], context_lens[r], scale, window)
         start = end
     return out
 
@@ -87,9 +88,13 @@ def _request_kv(
     return keys, values
 
 
-def _attend_one(q: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, kv_len: int, scale: float) -> torch.Tensor:
+def _attend_one(
+    q: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, kv_len: int, scale: float, window: int | None
+) -> torch.Tensor:
     """One query token [1, Hq, D]: the query heads of a key head are the rows of one product."""
     keys, values = _request_kv(kv, pages, kv_len, q.dtype)
+    if window is not None:
+        keys, values = keys[:, -window:], values[:, -window:]
     num_kv_heads, _, head_dim = keys.shape
     rows = q.view(1, num_kv_heads, -1, head_dim)
     out = functional.scaled_dot_product_attention(rows, keys[None], values[None], scale=scale)
@@ -97,7 +102,12 @@ def _attend_one(q: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, kv_len: 
 
 
 def _attend_group(
-    q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor, kv_lens: Sequence[int], scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: Sequence[int],
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     """One query token for each of several requests, q [R, Hq, D], padded to the longest of them."""
     page_size, num_kv_heads, head_dim = kv.shape[2:]
@@ -106,7 +116,10 @@ def _attend_group(
     if page_table.shape[1] < num_pages:
         raise ValueError(f"paged_attention: {max_len} tokens need {num_pages} pages, not {page_table.shape[1]}")
     offsets = torch.arange(num_pages * page_size, device=q.device)
-    valid = offsets < torch.tensor(kv_lens, device=q.device)[:, None]  # [R, L]
+    lengths = torch.tensor(kv_lens, device=q.device)[:, None]
+    valid = offsets < lengths  # [R, L]
+    if window is not None:
+        valid &= offsets >= lengths - window
     slots = (page_table[:, :num_pages, None] * page_size + offsets[:page_size]).flatten(1)  # [R, L]
     # Slots past a request's length may hold anything, and weight zero times NaN is NaN: read page 0 there instead.
     slots = slots.where(valid, 0)
@@ -119,7 +132,7 @@ def _attend_group(
 
 
 def _attend_chunk(
-    q: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, context_len: int, scale: float
+    q: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, context_len: int, scale: float, window: int | None
 ) -> torch.Tensor:
     """All queries [n, Hq, D] of one request's chunk, which starts at position context_len."""
     num_tokens, num_heads, head_dim = q.shape
@@ -130,23 +143,36 @@ def _attend_chunk(
     rows = q.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     keys = keys[:, None].expand(-1, group, -1, -1)
     values = values[:, None].expand(-1, group, -1, -1)
-    if context_len == 0:
+    if context_len == 0 and (window is None or num_tokens <= window):
         out = functional.scaled_dot_product_attention(rows, keys, values, is_causal=True, scale=scale)
         return out.permute(2, 0, 1, 3).reshape(q.shape)
     block = max(16, MAX_MASK_ELEMENTS // (context_len + num_tokens))
     pieces: list[torch.Tensor] = []
     for start in range(0, num_tokens, block):
         end = min(start + block, num_tokens)
-        visible = context_len + end  # later keys are masked for the whole block
-        # Query i of the block sees keys up to context_len + start + i. Added to the scores, so it has their dtype.
-        mask = torch.full((end - start, visible), -torch.inf, dtype=q.dtype, device=q.device)
-        mask.triu_(context_len + start + 1)
+        position = context_len + start  # of the block's first query
+        # Later keys are masked for the whole block, and so are those before the window of its first query.
+        visible = context_len + end
+        first = 0 if window is None else max(position - window + 1, 0)
+        mask = _block_mask(end - start, visible - first, position - first, window, q)
         piece = functional.scaled_dot_product_attention(
             rows[:, :, start:end],
-            keys[:, :, :visible],
-            values[:, :, :visible],
+            keys[:, :, first:visible],
+            values[:, :, first:visible],
             attn_mask=mask.expand(num_kv_heads, group, -1, -1),
             scale=scale,
         )
         pieces.append(piece.permute(2, 0, 1, 3))
     return torch.cat(pieces).reshape(q.shape)
+
+
+def _block_mask(num_queries: int, num_keys: int, position: int, window: int | None, q: torch.Tensor) -> torch.Tensor:
+    """0 where query i sees key j, j <= position + i and not before its window, else -inf: [num_queries, num_keys].
+
+    Added to the scores, so it has their dtype, that of q.
+    """
+    mask = torch.full((num_queries, num_keys), -torch.inf, dtype=q.dtype, device=q.device)
+    mask.triu_(position + 1)
+    if window is not None:
+        mask += torch.full_like(mask, -torch.inf).tril_(position - window)
+    return mask

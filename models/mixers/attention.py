@@ -22,10 +22,17 @@ class AttentionMixer(nn.Module):
     """o_proj(attention(q, k, v)); q, k and v come from one product, rows in this order, a gate's after those of q."""
 
     def __init__(
-        self, config: AttentionConfig, hidden_size: int, norm_eps: float, index: int, dtype: torch.dtype
+        self,
+        config: AttentionConfig,
+        hidden_size: int,
+        norm_eps: float,
+        index: int,
+        dtype: torch.dtype,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.window = window
         self.index = index
         self.norm_eps = norm_eps
         width = config.num_heads * config.head_dim
@@ -57,15 +64,15 @@ class AttentionMixer(nn.Module):
         if self.q_norm_weight is not None and self.k_norm_weight is not None:
             queries = rms_norm(queries, self.q_norm_weight, self.norm_eps)
             keys = rms_norm(keys, self.k_norm_weight, self.norm_eps)
-        if step.rotary is not None:
+        rotary = step.rotary if self.window is None else step.sliding_rotary
+        if rotary is not None:
             # Queries and keys turn by the same angles: one rotation for both.
             both = torch.cat((queries, keys), dim=1) if self.is_apart else projected[:, :first_value]
-            both = apply_rotary(both, *step.rotary)
+            both = apply_rotary(both, *rotary)
             queries, keys = both[:, :num_heads], both[:, num_heads:]
         write_kv(kv, keys, values, batch.slot_mapping)
-        mixed = paged_attention(
-            queries, kv, batch.page_table, batch.seq_lens, batch.context_lens, batch.num_decodes, config.scale
-        )
+        lengths = (batch.seq_lens, batch.context_lens, batch.num_decodes)
+        mixed = paged_attention(queries, kv, batch.page_table, *lengths, config.scale, self.window)
         if config.has_gate:
             mixed = mixed * projected[:, num_heads:first_key].sigmoid()
         return functional.linear(mixed.reshape(length, -1), self.o_proj_weight, self.o_proj_bias)

@@ -1,4 +1,4 @@
-"""The channel mixer: down(act(up(x))) with a squared ReLU, or down(silu(gate(x)) * up(x))."""
+"""The channel mixer: down(act(up(x))), or down(act(gate(x)) * up(x)) when gated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MLPMixer(nn.Module):
     def __init__(self, config: MLPConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.is_gated = config.is_gated
-        self.is_silu = config.activation == "silu"
+        self.activation = config.activation
         rows = config.intermediate_size * (2 if config.is_gated else 1)
         self.up_proj_weight = empty_parameter(rows, hidden_size, dtype=dtype)
         self.up_proj_bias = empty_parameter_or_none(config.has_bias, rows, dtype=dtype)
@@ -35,4 +35,8 @@ class MLPMixer(nn.Module):
         return functional.linear(wide, self.down_proj_weight, self.down_proj_bias)
 
     def _activate(self, x: Tensor) -> Tensor:
-        return functional.silu(x) if self.is_silu else functional.relu(x).square_()
+        if self.activation == "silu":
+            return functional.silu(x)
+        if self.activation == "gelu_tanh":
+            return functional.gelu(x, approximate="tanh")
+        return functional.relu(x).square_()

@@ -11,7 +11,7 @@ from turnkeep.engine.messages import EndTurn, Submit
 from turnkeep.models.tiny import TinyKind
 
 KINDS: tuple[TinyKind, ...] = ("hybrid", "attention_only", "attention_free")
-MORE_KINDS: tuple[TinyKind, ...] = ("short_conv", "parallel", "experts", "gated_delta")
+MORE_KINDS: tuple[TinyKind, ...] = ("sliding", "short_conv", "parallel", "experts", "gated_delta")
 NUM_PROMPTS = 6
 SAMPLINGS = ({}, {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "seed": 11, "presence_penalty": 0.3})
 

@@ -170,8 +170,10 @@ def test_every_model_type_of_the_tiny_configurations_is_registered() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen2", {"use_sliding_window": True}, "sliding_window is not supported"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window is not supported"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked"]}, "layer 1 has the unknown type 'chunked'"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_window' is missing"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
+        ("gemma3_text", {"sliding_window": None}, "'sliding_window' is missing"),
         ("mamba2", {"num_heads": 7}, "7 heads of 10 do not make up 2 \\(expand\\) \\* 40"),
         ("mamba2", {"n_groups": 3}, "num_heads = 8 is not a multiple of n_groups = 3"),
         ("granitemoehybrid", {"layer_types": None}, "'layer_types' is missing"),

@@ -43,6 +43,19 @@ _MAMBA2 = {
 }
 _QWEN2 = _ATTENTION | {"model_type": "qwen2", "rope_theta": 10000.0}
 _QWEN3 = _ATTENTION | {"model_type": "qwen3", "head_dim": 10, "rope_theta": 1000.0}
+_GEMMA3 = _ATTENTION | {
+    "model_type": "gemma3_text",
+    "head_dim": 10,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 12,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 100000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}
 _MAMBA2_ONLY = {
     "model_type": "mamba2",
     "vocab_size": 89,
@@ -174,11 +187,18 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
         _QWEN2,
         _QWEN2 | {"tie_word_embeddings": True, "num_key_value_heads": 1, "rope_theta": 1000000.0},
         _QWEN2 | {"num_attention_heads": 4, "num_key_value_heads": 4, "rope_parameters": LLAMA3_ROPE},
+        _QWEN2 | {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1},
     ],
     "qwen3": [
         _QWEN3,
         _QWEN3 | {"tie_word_embeddings": True, "num_key_value_heads": 1, "attention_bias": True},
         _QWEN3 | {"head_dim": 16, "num_key_value_heads": 6, "num_hidden_layers": 3},
+    ],
+    "gemma3_text": [
+        _GEMMA3,
+        _GEMMA3 | {"sliding_window": 1, "num_key_value_heads": 1, "attention_bias": True},
+        _GEMMA3
+        | {"sliding_window": 200, "tie_word_embeddings": False, "num_attention_heads": 4, "num_key_value_heads": 4},
     ],
     "mamba2": [
         _MAMBA2_ONLY,

@@ -25,6 +25,7 @@ class Requests:
     page_size: int = 4
     dtype: torch.dtype = torch.float32
     shuffled: bool = True
+    window: int | None = None
 
     def __post_init__(self) -> None:
         kv_lens = [s + c for s, c in zip(self.seq_lens, self.context_lens, strict=True)]
@@ -49,7 +50,8 @@ class Requests:
         self.q = torch.randn(sum(self.seq_lens), self.num_kv_heads * self.group, HEAD_DIM).to(self.dtype)
 
     def attend(self, num_decodes: int) -> torch.Tensor:
-        return paged_attention(self.q, self.kv, self.page_table, self.seq_lens, self.context_lens, num_decodes, SCALE)
+        lengths = (self.seq_lens, self.context_lens, num_decodes)
+        return paged_attention(self.q, self.kv, self.page_table, *lengths, SCALE, self.window)
 
     def expected(self) -> torch.Tensor:
         outputs = []
@@ -57,9 +59,10 @@ class Requests:
         for r, (seq_len, context_len) in enumerate(zip(self.seq_lens, self.context_lens, strict=True)):
             for i in range(seq_len):
                 visible = context_len + i + 1
+                first = max(visible - (self.window or visible), 0)
                 for h in range(self.q.shape[1]):
-                    keys = self.keys[r][:visible, h // self.group].double()
-                    values = self.values[r][:visible, h // self.group].double()
+                    keys = self.keys[r][first:visible, h // self.group].double()
+                    values = self.values[r][first:visible, h // self.group].double()
                     weights = (keys @ self.q[t, h].double() * SCALE).softmax(0)
                     outputs.append(weights @ values)
                 t += 1
@@ -208,3 +211,20 @@ def test_a_page_table_that_is_too_short_is_refused(seq_lens: list[int], num_deco
         paged_attention(
             torch.zeros(sum(seq_lens), 4, HEAD_DIM), kv, table, seq_lens, [8] * len(seq_lens), num_decodes, 1.0
         )
+
+
+@pytest.mark.parametrize("window", [1, 4, 7, 30, 100])
+def test_a_window_shows_the_last_tokens_only(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "MAX_MASK_ELEMENTS", 400)  # several blocks in the longer chunks
+    torch.manual_seed(window)
+    decodes = Requests([1, 1, 1], [2, 11, 40], window=window)
+    assert_close(decodes.attend(3), decodes.expected())
+    alone = Requests([1], [23], window=window)
+    assert_close(alone.attend(1), alone.expected())
+    mixed = Requests([1, 1, 37, 9, 40], [5, 29, 0, 3, 26], window=window)
+    assert_close(mixed.attend(2), mixed.expected())
+
+
+def test_a_window_without_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="a window of 0 tokens"):
+        Requests([1], [3], window=0).attend(1)
