@@ -28,5 +28,5 @@ def gated_rms_norm_reference(
 
 def _inverse_rms(wide: torch.Tensor, eps: float) -> torch.Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension, kept as one."""
-    lengths = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    lengths: torch.Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     return lengths.square_().mul_(1.0 / wide.shape[-1]).add_(eps).rsqrt_()
