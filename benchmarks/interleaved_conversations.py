@@ -151,9 +151,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=200)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--capacity", type=int, default=20, help="conversations that the memory holds")
-    parser.add_argument(
-        "--working-set", type=int, default=30, help="conversations that are active at a time"
-    )
+    parser.add_argument("--working-set", type=int, default=30, help="conversations that are active at a time")
     parser.add_argument("--running", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8, help="generated tokens a turn")
     parser.add_argument("--seed", type=int, default=0)
