@@ -15,59 +15,101 @@ from typing import Any
 from turnkeep.server import errors
 from turnkeep.server.chat_template import ChatTemplate, TemplateError
 from turnkeep.server.output_rules import OutputRules
-from turnkeep.server.parsers.output_format import CALL, CALL_END, THINK, THINK_END, OutputFormat
+from turnkeep.server.parsers.output_format import CALL, CALL_END, PROBE_CALL_ID, OutputFormat
 from turnkeep.server.tokenizer import Tokenizer
 
 ANY_TEXT = r"/(?s:.+)/"
 NAME_MARK, USER_MARK = "namemark", "USERMARK"
 ARGUMENTS = re.compile(r'\{"first":(\s?)1,(\s?)"second":\s?"x"\}')
+CLOSING_BRACKETS = re.compile(r"[\]}]*")
 # JSON of an answer may be laid out over lines, but a model must not lose itself in blanks.
 ANSWER_BLANKS = r"[ \n\t]{0,16}"
 
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """The text of a call is before + name + between + arguments + after; separator stands between two calls."""
+    """Calls are first + name + between + arguments, for each further one again + name + between + arguments, and last.
 
-    before: str = f'{CALL}\n{{"name": "'
+    again None: the model makes one call at a time. opener: the tag that `first` begins with, empty for bare JSON.
+    """
+
+    opener: str = CALL
+    first: str = f'{CALL}\n{{"name": "'
     between: str = '", "arguments": '
-    after: str = f"}}\n{CALL_END}"
-    separator: str = "\n"
+    again: str | None = f'}}\n{CALL_END}\n{CALL}\n{{"name": "'
+    last: str = f"}}\n{CALL_END}"
     key_separator: str = ": "
     item_separator: str = ", "
 
 
-def find_call_layout(template: ChatTemplate) -> CallLayout | None:
-    """How the template prints calls. None: not as a name followed by JSON arguments between the known tags."""
-    function = {"name": NAME_MARK, "arguments": {"first": 1, "second": "x"}}
-    calls = [{"id": f"call_{index}", "type": "function", "function": function} for index in range(2)]
-    schema = {"name": NAME_MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
-    answer = {"role": "assistant", "content": "", "tool_calls": calls}
-    try:
-        text = template.render(
-            [{"role": "user", "content": USER_MARK}, answer],
-            tools=[{"type": "function", "function": schema}],
-            add_generation_prompt=False,
-        )
-    except TemplateError:
-        return CallLayout()
-    text = text[text.rfind(USER_MARK) + len(USER_MARK) :]
-    if NAME_MARK not in text:
-        return CallLayout()  # a template that knows no calls; the parser still reads the usual form
-    found = [*ARGUMENTS.finditer(text)]
-    start, second = text.find(CALL), text.find(CALL, text.find(CALL_END))
-    end = text.find(CALL_END)
-    name = text.find(NAME_MARK)
-    if len(found) != 2 or not 0 <= start < name < found[0].start() < end < second:
+def find_call_layout(template: ChatTemplate, output_format: OutputFormat) -> CallLayout | None:
+    """How the template prints calls. None: not as names followed by JSON arguments, or with an id in each."""
+    one = _printed_calls(template, 1)
+    if one is None or NAME_MARK not in one:
+        # A template that knows no calls; the parser still reads the usual form.
+        return CallLayout() if output_format.syntax.openers == (CALL,) else None
+    name, arguments = one.find(NAME_MARK), ARGUMENTS.search(one)
+    if arguments is None or arguments.start() < name:
         return None
-    return CallLayout(
-        before=text[start:name],
-        between=text[name + len(NAME_MARK) : found[0].start()],
-        after=text[found[0].end() : end + len(CALL_END)],
-        separator=text[end + len(CALL_END) : second],
-        key_separator=f":{found[0][1]}",
-        item_separator=f",{found[0][2]}",
+    starts = {one.rfind(opener, 0, name): opener for opener in output_format.syntax.openers}
+    start, opener = max(starts.items(), default=(-1, ""))
+    if start < 0:
+        opener, start = "", one.rfind("{", 0, name)
+        start -= one[start - 1 : start] == "["
+        # Bare JSON begins where the answer begins; anything in front of it would be a tag that is not known.
+        if not output_format.syntax.bare_starts or one[:start] != _generation_prompt(template):
+            return None
+    last = _end_of_calls(one[arguments.end() :], output_format)
+    layout = CallLayout(
+        opener=opener,
+        first=one[start:name],
+        between=one[name + len(NAME_MARK) : arguments.start()],
+        again=_between_calls(_printed_calls(template, 2)),
+        last=last,
+        key_separator=f":{arguments[1]}",
+        item_separator=f",{arguments[2]}",
     )
+    has_id = any(PROBE_CALL_ID in text for text in (layout.first, layout.between, layout.again or "", last))
+    return None if has_id else layout
+
+
+def _printed_calls(template: ChatTemplate, num_calls: int) -> str | None:
+    """What the template prints behind a user message for an answer of calls. None: it refuses."""
+    function = {"name": NAME_MARK, "arguments": {"first": 1, "second": "x"}}
+    calls = [{"id": PROBE_CALL_ID, "type": "function", "function": function}] * num_calls
+    return _printed(template, [{"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+def _generation_prompt(template: ChatTemplate) -> str | None:
+    return _printed(template, [])
+
+
+def _printed(template: ChatTemplate, answers: list[dict[str, Any]]) -> str | None:
+    """What is printed behind a user message: the answers, or without any the generation prompt."""
+    schema = {"name": NAME_MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": schema}]
+    messages = [{"role": "user", "content": USER_MARK}, *answers]
+    try:
+        text = template.render(messages, tools=tools, add_generation_prompt=not answers)
+    except TemplateError:
+        return None
+    return text[text.rfind(USER_MARK) + len(USER_MARK) :]
+
+
+def _between_calls(two: str | None) -> str | None:
+    """What stands between the arguments of one call and the name of the next."""
+    found = [*ARGUMENTS.finditer(two or "")]
+    if two is None or len(found) != 2:
+        return None
+    return two[found[0].end() : two.rfind(NAME_MARK, 0, found[1].start())]
+
+
+def _end_of_calls(rest: str, output_format: OutputFormat) -> str:
+    """The part of what is printed behind the last arguments that belongs to the calls."""
+    tags = [closer for closer in output_format.syntax.closers if len(closer) > 1]
+    ends = [rest.find(tag) + len(tag) for tag in tags if tag in rest]
+    brackets = CLOSING_BRACKETS.match(rest)
+    return rest[: min(ends)] if ends else brackets[0] if brackets else ""
 
 
 class GrammarWriter:
@@ -76,7 +118,7 @@ class GrammarWriter:
     def __init__(
         self, template: ChatTemplate, tokenizer: Tokenizer, output_format: OutputFormat, special_ids: frozenset[int]
     ) -> None:
-        self._layout = find_call_layout(template)
+        self._layout = None if output_format.is_harmony else find_call_layout(template, output_format)
         self._format = output_format
         # Bytes that are no text by themselves are special to llguidance too; they are spelled by no text here.
         added_ids = special_ids & (tokenizer.special_ids | tokenizer.control_ids)
@@ -87,34 +129,38 @@ class GrammarWriter:
     def write(self, rules: OutputRules, tools: Sequence[dict[str, Any]], prompt_text: str | None) -> str:
         """The grammar of an answer to this prompt, whose end tells whether reasoning is open. None for a bare text,
         which is continued without reasoning. Raises ApiError."""
+        if self._format.is_harmony and prompt_text is not None:
+            raise errors.unsupported("The output of this model, in channels, cannot be constrained.", rules.param)
         lines: list[str] = []
         grammars: list[dict[str, Any]] = []
         bodies: list[str] = []
         if rules.calls != "none":
-            self._add_calls(rules, tools, lines, grammars)
-        if rules.calls == "required" or (rules.calls == "allowed" and rules.answer is not None):
-            bodies.append(self._literal(CALL) + " invocation more")
+            layout = self._add_calls(rules, tools, lines, grammars)
+            if rules.calls == "required" or rules.answer is not None:
+                bodies.append(f"{self._literal(layout.first)} calls")
+            else:
+                bodies += self._free_bodies(layout, lines, rules.param)
         if rules.answer is not None:
             bodies.append("@answer")
             grammars.append({"name": "answer", **_answer_grammar(rules.answer)})
-        elif rules.calls != "required":
-            bodies += self._free_bodies(lines)
         start = f"start: {self._thought(prompt_text, lines)} body\nbody: " + "\n  | ".join(bodies)
         top = {"name": "top", "lark_grammar": "\n".join([start, *lines])}
         return json.dumps({"grammars": [top, *grammars]}, ensure_ascii=False)
 
     def _thought(self, prompt_text: str | None, lines: list[str]) -> str:
         """Reasoning is free; whether there is any is up to the prompt's end, or else to the model."""
+        begin, end = self._format.think_tags
         tail = "" if prompt_text is None else prompt_text.rstrip()
-        if prompt_text is None or not self._format.has_reasoning or tail.endswith(THINK_END):
+        if prompt_text is None or not self._format.has_reasoning or tail.endswith(end):
             return ""
-        is_open = tail.endswith(THINK)
-        if THINK in self._special and THINK_END in self._special:
-            begin = "" if is_open else f"{self._literal(THINK)} "
-            lines.append(f"thought: {begin}THOUGHT? {self._literal(THINK_END)}\nTHOUGHT: {ANY_TEXT}")
-        else:
-            begin = "" if is_open else THINK
-            lines.append(f"thought[lazy]: /{_escape(begin)}(?s:.*){_escape(THINK_END)}/")
+        is_open = tail.endswith(begin)
+        opening = "" if is_open else f"{self._literal(begin)} "
+        if self._special_pattern.fullmatch(end):
+            lines.append(f"thought: {opening}THOUGHT? {self._literal(end)}\nTHOUGHT: {ANY_TEXT}")
+        elif is_open or self._special_pattern.search(begin):
+            lines.append(f"thought: {opening}thinking\nthinking[lazy]: /(?s:.*){_escape(end)}/")
+        else:  # one lexeme, as what follows may begin like text
+            lines.append(f"thought[lazy]: /{_escape(begin)}(?s:.*){_escape(end)}/")
         gap = f" {_quoted(self._format.content_prefix)}?" if self._format.content_prefix else ""
         return f"thought{gap}" if is_open else f"(thought{gap})?"
 
@@ -124,29 +170,35 @@ class GrammarWriter:
         tools: Sequence[dict[str, Any]],
         lines: list[str],
         grammars: list[dict[str, Any]],
-    ) -> None:
-        """An invocation is a call behind its opening tag; `more` are the calls after the first."""
+    ) -> CallLayout:
+        """Adds `calls`: everything behind the layout's `first`."""
         layout = self._layout
         if layout is None:
             raise errors.unsupported("The form of this model's tool calls cannot be constrained.", rules.param)
         functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         alternatives = []
         for index, name in enumerate(rules.tool_names):
-            before = layout.before.removeprefix(CALL) + json.dumps(name, ensure_ascii=False)[1:-1] + layout.between
-            alternatives.append(f"{self._literal(before)} @arguments_{index} {self._literal(layout.after)}")
+            before = json.dumps(name, ensure_ascii=False)[1:-1] + layout.between
+            alternatives.append(f"{self._literal(before)} @arguments_{index}")
             schema = _arguments_schema(functions[name]["parameters"], layout)
             grammars.append({"name": f"arguments_{index}", "json_schema": schema})
-        lines.append("invocation: " + "\n  | ".join(alternatives))
-        again = f"({self._literal(layout.separator + CALL)} invocation)*"
-        lines.append(f"more: {_quoted('') if rules.is_single_call else again}")
+        lines.append("call: " + "\n  | ".join(alternatives))
+        is_single = rules.is_single_call or layout.again is None
+        more = "" if is_single else f" ({self._literal(layout.again or '')} call)*"
+        lines.append(f"calls: call{more} {self._literal(layout.last)}")
+        return layout
 
-    def _free_bodies(self, lines: list[str]) -> list[str]:
+    def _free_bodies(self, layout: CallLayout, lines: list[str], param: str) -> list[str]:
         """Text in which the opening tag of a call means a call, so that no call escapes the rules."""
-        lines.append(f"TEXT: {ANY_TEXT} & ~/(?s:.*){_escape(CALL)}(?s:.*)/")
-        if CALL in self._special:
-            return ["TEXT?", f"TEXT? {self._literal(CALL)} invocation more"]
-        lines.append(f"before[lazy]: /(?s:.*){_escape(CALL)}/")
-        return ["TEXT?", "before invocation more"]
+        openers = self._format.syntax.openers
+        if not layout.opener:
+            raise errors.unsupported("This model's tool calls cannot be told from text as it is written.", param)
+        tags = "|".join(map(_escape, openers))
+        lines.append(f"TEXT: {ANY_TEXT} & ~/(?s:.*)({tags})(?s:.*)/")
+        if self._special_pattern.match(layout.opener):
+            return ["TEXT?", f"TEXT? {self._literal(layout.first)} calls"]
+        lines.append(f"before[lazy]: /(?s:.*){_escape(layout.opener)}/")
+        return ["TEXT?", f"before {self._literal(layout.first.removeprefix(layout.opener))} calls"]
 
     def _literal(self, text: str) -> str:
         """A fixed text; special tokens in it stand for themselves."""

@@ -46,13 +46,39 @@ class Case:
         ids = self.text_model.tokenizer.encode(text)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    def call(self, name: str, arguments: str = '{"order": "B", "n": 1}') -> str:
+    def calls(self, *names: str, arguments: str = '{"order": "B", "n": 1}') -> str:
+        """The text of calls, as the template prints them."""
         assert self.layout is not None
-        return self.layout.before + name + self.layout.between + arguments + self.layout.after
+        bodies = [name + self.layout.between + arguments for name in names]
+        return self.layout.first + (self.layout.again or "").join(bodies) + self.layout.last
 
     def thought(self) -> str:
         output_format = self.text_model.format
         return f"<think>\nabc {{x}}\n</think>{output_format.content_prefix}" if output_format.has_reasoning else ""
+
+
+HEADER = "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}{% if m.tool_calls %}"
+FOOTER = (
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+JSON_CALL = "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+LISTED = "{% for call in m.tool_calls %}" + JSON_CALL + "{% if not loop.last %}, {% endif %}{% endfor %}"
+# Calls as families print them.
+FAMILIES = {
+    "nemotron": f"<TOOLCALL>[{LISTED}]</TOOLCALL>",
+    "granite": f"<|tool_call|>[{LISTED}]",
+    "mistral": "{% for call in m.tool_calls %}[TOOL_CALLS]{{ call.function.name }}[ARGS]"
+    "{{ call.function.arguments | tojson }}{% endfor %}",
+    "llama": "{% if m.tool_calls[1:] %}{{ raise_exception('one call at a time') }}{% endif %}"
+    """{{ '{"name": "' ~ m.tool_calls[0].function.name ~ '", "parameters": ' }}"""
+    "{{ m.tool_calls[0].function.arguments | tojson }}}",
+    "with_ids": "[TOOL_CALLS] [{% for call in m.tool_calls %}{{ {'name': call.function.name, "
+    "'arguments': call.function.arguments, 'id': call.id} | tojson }}{% endfor %}]",
+    "as_xml": "{% for call in m.tool_calls %}<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for key, value in call.function.arguments.items() %}<parameter={{ key }}>\n{{ value }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>{% endfor %}",
+}
 
 
 @cache
@@ -66,13 +92,16 @@ def case(name: str) -> Case:
         if kind == "text":
             added = [token for token in description["added_tokens"] if token["content"] not in MARKUP]
             description["added_tokens"] = added
-        text = (TEMPLATES / f"{template}.jinja").read_text()
+        if template in FAMILIES:
+            text = HEADER + FAMILIES[template] + FOOTER
+        else:
+            text = (TEMPLATES / f"{template}.jinja").read_text()
         text_model = TextModel(json.dumps(description), text, name="x", bos_token="<|bos|>", eos_token_ids=[3])
     vocab_size = text_model.tokenizer.vocab_size
     tokenizer = LLTokenizer(text_model.tokenizer.description, n_vocab=vocab_size, eos_token=[2])
     special = frozenset(token_id for token_id in range(vocab_size) if tokenizer.is_special_token(token_id))
     writer = GrammarWriter(text_model.template, text_model.tokenizer, text_model.format, special)
-    return Case(text_model, tokenizer, writer, find_call_layout(text_model.template))
+    return Case(text_model, tokenizer, writer, find_call_layout(text_model.template, text_model.format))
 
 
 NAMES = [
@@ -87,7 +116,7 @@ def test_a_schema_binds_the_answer_and_not_the_reasoning(name: str) -> None:
     assert one.takes(ANSWER, '{"order": "B"}')
     assert one.takes(ANSWER, one.thought() + '{"order": "B", "n": 12}')
     assert one.takes(ANSWER, '{\n  "order": "B"\n}')
-    for wrong in ('{"order": "B", "x": 1}', "{}", "hello", one.thought() + "hello", '{"order": "B"', one.call("get")):
+    for wrong in ('{"order": "B", "x": 1}', "{}", "hello", one.thought() + "hello", '{"order": "B"', one.calls("get")):
         assert not one.takes(ANSWER, wrong), wrong
     assert not one.takes(ANSWER, "{" + " " * 40 + '"order": "B"}'), "a model must not lose itself in blanks"
 
@@ -95,36 +124,40 @@ def test_a_schema_binds_the_answer_and_not_the_reasoning(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_required_calls_are_made_in_the_models_own_form(name: str) -> None:
     one = case(name)
-    assert one.layout is not None
-    again = one.layout.separator + one.call("set")
     for rules, texts in {
-        REQUIRED: [one.call("get"), one.thought() + one.call("set"), one.call("get") + again],
-        NAMED: [one.call("get"), one.thought() + one.call("get")],
+        REQUIRED: [one.calls("get"), one.thought() + one.calls("set"), one.calls("get", "set")],
+        NAMED: [one.calls("get"), one.thought() + one.calls("get")],
     }.items():
         for text in texts:
             assert one.takes(rules, text), text
-    for wrong in ("", "hi", "hi " + one.call("get"), one.thought(), one.call("other"), one.call("get", "{}")):
+    for wrong in (
+        "",
+        "hi",
+        "hi " + one.calls("get"),
+        one.thought(),
+        one.calls("other"),
+        one.calls("get", arguments="{}"),
+    ):
         assert not one.takes(REQUIRED, wrong), wrong
-    for wrong in (one.call("set"), one.call("get") + again, one.call("get") * 2):
+    for wrong in (one.calls("set"), one.calls("get", "get"), one.calls("get") * 2):
         assert not one.takes(NAMED, wrong), wrong
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_allowed_tools_leave_text_free_and_let_no_other_call_through(name: str) -> None:
     one = case(name)
-    call = one.call("get")
-    assert one.layout is not None
-    several = one.layout.separator.join([call, call])
+    call = one.calls("get")
+    several = one.calls("get", "get")
     for text in ("", "hi\n\nthere", one.thought() + "hi", "hi " + call, call, one.thought() + "well " + several):
         assert one.takes(ALLOWED, text), text
-    for wrong in (one.call("set"), "hi " + one.call("set"), call + one.layout.separator + one.call("set")):
+    for wrong in (one.calls("set"), "hi " + one.calls("set"), one.calls("get", "set")):
         assert not one.takes(ALLOWED, wrong), wrong
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_tools_a_schema_leaves_the_choice_of_calling(name: str) -> None:
     one = case(name)
-    assert one.takes(EITHER, one.call("set"))
+    assert one.takes(EITHER, one.calls("set"))
     assert one.takes(EITHER, one.thought() + '{"order": "B"}')
     assert not one.takes(EITHER, "hi")
 
@@ -138,9 +171,28 @@ def test_the_end_of_the_prompt_tells_whether_reasoning_is_open(kind: str) -> Non
     assert not one.takes(ANSWER, '<think>a</think>{"order": "B"}', "<think>\n\n</think>\n\n")
 
 
-def test_a_template_with_another_form_of_calls_is_refused_not_guessed_at() -> None:
+@pytest.mark.parametrize("name", ["nemotron", "granite", "mistral", "llama"])
+def test_calls_of_other_families_take_their_own_form(name: str) -> None:
+    one = case(name)
+    assert one.takes(NAMED, one.calls("get"))
+    assert not one.takes(NAMED, one.calls("set"))
+    assert not one.takes(REQUIRED, "hi")
+    if name == "llama":
+        assert one.calls("get") == '{"name": "get", "parameters": {"order": "B", "n": 1}}'
+        assert not one.takes(REQUIRED, one.calls("get", "set")), "it makes one call at a time"
+        with pytest.raises(ApiError, match="cannot be told from text"):
+            one.takes(ALLOWED, "hi")
+    else:
+        assert one.takes(REQUIRED, one.calls("get", "set"))
+        assert one.takes(ALLOWED, "hi " + one.calls("get"))
+        assert not one.takes(ALLOWED, "hi " + one.calls("set"))
+
+
+@pytest.mark.parametrize("name", ["with_ids", "as_xml", "tools_last:tokens", "channels:tokens"])
+def test_calls_of_a_form_that_cannot_be_kept_are_refused_not_guessed_at(name: str) -> None:
     with pytest.raises(ApiError, match="cannot be constrained"):
-        case("tools_last:tokens").writer.write(REQUIRED, TOOLS, "")
+        case(name).takes(REQUIRED, "")
+    assert case(name).takes(ANSWER, '{"order": "B"}')
 
 
 @pytest.mark.parametrize(
