@@ -37,13 +37,17 @@ def _assistant(content: str = "", *, reasoning: str | None = None, calls: int = 
     return message
 
 
+def _call_id(index: int) -> str:
+    return f"call{index:05d}"  # some templates take only nine letters and digits
+
+
 def _call(index: int) -> dict[str, Any]:
     function = {"name": "look", "arguments": {"x": 1}}
-    return {"id": f"call_{index}", "type": "function", "function": function}
+    return {"id": _call_id(index), "type": "function", "function": function}
 
 
 def _tool(index: int = 0, content: str = "A") -> Message:
-    return {"role": "tool", "content": content, "tool_call_id": f"call_{index}", "name": "look"}
+    return {"role": "tool", "content": content, "tool_call_id": _call_id(index), "name": "look"}
 
 
 # After the newest user message: the answers an agent might give, each with what follows it.
