@@ -76,7 +76,7 @@ def _read_item(item: Any, path: str) -> Item:
         raise errors.bad_request(f"{path}.type must be a string.", f"{path}.type")
     if kind in HOSTED:
         check_depth(item, path)
-        return {**item, "type": kind, **_given_id(item)}
+        return {**{key: value for key, value in item.items() if key != "id"}, "type": kind, **_given_id(item)}
     read = _READERS.get(kind)
     if read is None:
         raise errors.unsupported(

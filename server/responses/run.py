@@ -7,6 +7,7 @@ that broke nothing is kept. Source and shape of a stream for turn_stream.py. Kno
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -129,21 +130,26 @@ class ResponseRun:
     async def _commit(self) -> None:
         """Keep the turn. Raises ApiError."""
         plan = self.plan
+        is_kept_now = plan.request.is_stored and not plan.request.background
         try:
+            if is_kept_now:
+                await self._store.put_response(plan.tenant, self.stored())
+            # Then the conversation: a turn that it holds must not be reported as failed.
             if plan.conversation_id is not None:
                 items = [*plan.input_items, *self.builder.response["output"]]
                 await self._store.append_items(plan.tenant, plan.conversation_id, items, lock=plan.lock)
                 await self._release()
             if plan.request.background:
                 await self._store.replace_running(plan.tenant, self.stored())
-            elif plan.request.is_stored:
-                await self._store.put_response(plan.tenant, self.stored())
         except StoreDownError as error:
             log.warning("response %s could not be stored: %s", plan.id, error)
             raise store_is_down() from None
-        except ConversationLockedError:
-            raise conversation_locked() from None
-        except UnknownConversationError:
+        except (ConversationLockedError, UnknownConversationError) as error:
+            if is_kept_now:
+                with contextlib.suppress(StoreDownError):
+                    await self._store.delete_response(plan.tenant, plan.id)
+            if isinstance(error, ConversationLockedError):
+                raise conversation_locked() from None
             raise conversation_not_found(plan.conversation_id or "", "conversation") from None
 
     async def _store_end(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import aiohttp
+
 Event = dict[str, Any]
 
 TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
@@ -22,6 +24,15 @@ def read_events(body: bytes) -> list[Event]:
         assert name == f"event: {event['type']}"
         events.append(event)
     return events
+
+
+async def read_until(response: aiohttp.ClientResponse, marker: bytes, data: bytes = b"") -> bytes:
+    """The body so far, with `marker` in it."""
+    while marker not in data:
+        chunk = await response.content.readany()
+        assert chunk, f"the stream ended without {marker!r}: {data[-300:]!r}"
+        data += chunk
+    return data
 
 
 def check_events(events: list[Event], first_number: int = 0) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from aiohttp import ClientPayloadError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live_server import LiveServer, live_server, saying
-from response_events import check_events, read_events, without_ids
+from response_events import check_events, read_events, read_until, without_ids
 
 from turnkeep.server import errors
 from turnkeep.server.responses.answers import ResponseBuilder, response_object
@@ -210,17 +210,16 @@ async def test_an_engine_that_dies_fails_the_response_in_the_stream(text_model: 
     async with live_server(script, text_model=text_model) as server:
         sent = {"model": "demo", "input": "x", "stream": True}
         async with server.session.post(server.url + RESPONSES, json=sent) as response:
-            data = bytearray()
-
-            async def read(until: bytes | None) -> None:
-                while until is None or until not in data:
-                    data.extend(await response.content.readany())
-
-            await read(b"output_text.delta")
+            data = bytearray(await read_until(response, b"output_text.delta"))
             server.engine.die()
+
+            async def read_on() -> None:
+                async for chunk in response.content.iter_any():
+                    data.extend(chunk)
+
             # The connection breaks off behind the last event: nobody may take it for a whole answer.
             with pytest.raises(ClientPayloadError):
-                await read(None)
+                await read_on()
         *told, why, last = read_events(bytes(data))
         assert why["type"] == "error"
         assert last["sequence_number"] == why["sequence_number"] + 1

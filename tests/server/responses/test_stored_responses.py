@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from live_server import LiveServer, live_server, saying
-from response_events import read_events
+from response_events import read_events, read_until
 from scripted_engine import Script
 
 from turnkeep.server.text_model import TextModel
@@ -185,9 +187,7 @@ async def test_a_turn_that_fails_leaves_nothing_behind(text_model: TextModel) ->
         conversation = await server.client.conversations.create()
         body: dict[str, Any] = {"model": "demo", "input": "x", "conversation": conversation.id, "stream": True}
         async with server.session.post(server.url + RESPONSES, json=body) as response:
-            data = b""
-            while b"output_text.delta" not in data:
-                data += await response.content.readany()
+            data = await read_until(response, b"output_text.delta")
             id = read_events(data[: data.rindex(b"\n\n") + 2])[0]["response"]["id"]
             # Meanwhile nobody else may take a turn or add items.
             status, refused = await server.post({**body, "stream": False}, RESPONSES)
@@ -204,6 +204,24 @@ async def test_a_turn_that_fails_leaves_nothing_behind(text_model: TextModel) ->
         resume.set()
         await server.client.responses.create(model="demo", input="x", conversation=conversation.id)
         assert len((await server.client.conversations.items.list(conversation.id)).data) == 2
+
+
+async def test_a_turn_whose_conversation_is_deleted_meanwhile_fails_as_a_whole(text_model: TextModel) -> None:
+    resume = asyncio.Event()
+    script = saying(text_model, "one two three", pause_after=1, resume=resume)
+    async with live_server(script, text_model=text_model) as server:
+        conversation = await server.client.conversations.create()
+        body: dict[str, Any] = {"model": "demo", "input": "x", "conversation": conversation.id, "stream": True}
+        async with server.session.post(server.url + RESPONSES, json=body) as response:
+            await server.client.conversations.delete(conversation.id)
+            resume.set()
+            data = b""
+            with contextlib.suppress(aiohttp.ClientPayloadError):
+                async for chunk in response.content.iter_any():
+                    data += chunk
+        last = read_events(data)[-1]
+        assert last["type"] == "response.failed"
+        assert (await server.get(f"{RESPONSES}/{last['response']['id']}"))[0] == 404
 
 
 async def test_a_background_response_runs_by_itself_and_can_be_followed_twice(text_model: TextModel) -> None:
@@ -248,9 +266,7 @@ async def test_a_background_response_outlives_its_streaming_client(text_model: T
     async with live_server(saying(text_model, "a b c", pause_after=2, resume=resume), text_model=text_model) as server:
         body = {"model": "demo", "input": "x", "background": True, "stream": True}
         async with server.session.post(server.url + RESPONSES, json=body) as response:
-            data = b""
-            while b"output_text.delta" not in data:
-                data += await response.content.readany()
+            data = await read_until(response, b"output_text.delta")
         id = read_events(data[: data.rindex(b"\n\n") + 2])[0]["response"]["id"]
         await server.get("/health")  # a round trip: the server has seen that the client is gone
         resume.set()
