@@ -12,12 +12,12 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 
-from turnkeep.cache.boundary import BoundaryKind
+from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.commit import Committer
 from turnkeep.cache.conservation import check_conservation
 from turnkeep.cache.conversation_leaves import ConversationLeaves
 from turnkeep.cache.copies import PageCopy, RowCopy
-from turnkeep.cache.eviction import EvictionPolicy, LRUPolicy
+from turnkeep.cache.eviction import EvictionPolicy, LRUPolicy, TurnObserver
 from turnkeep.cache.opening import Opener
 from turnkeep.cache.page_node import TokenIds, encode_tokens
 from turnkeep.cache.page_pool import PagePool
@@ -65,11 +65,13 @@ class CacheManager:
         self._counters = CacheCounters()
         self._pages = PagePool(num_pages if self.has_pages else 0)
         self._rows = StatePool(num_state_rows if self.has_state else 0)
+        policy = policy if policy is not None else LRUPolicy()
+        self._observer = policy if self.has_state and prefix_caching and isinstance(policy, TurnObserver) else None
         self._reclaimer = Reclaimer(
             spec,
             pages=self._pages,
             rows=self._rows,
-            policy=policy if policy is not None else LRUPolicy(),
+            policy=policy,
             clock=clock,
             counters=self._counters,
         )
@@ -139,6 +141,7 @@ class CacheManager:
             seq.conversation = (match.cache_root, conversation_id)
         if self.has_state and self.prefix_caching:
             seq.branch = self._retention.resume((match.cache_root, conversation_id), match.snapshot)
+            seq.boundaries = self._own_boundaries(seq, match)
         self._open.add(seq)
         return seq
 
@@ -182,6 +185,9 @@ class CacheManager:
         row = None
         if self._tree.find_snapshot(seq.path, seq.encoded, position) is not None:
             self._counters.skipped_snapshots["duplicate"] += 1
+        elif self._observer is not None and not self._observer.wants(seq, position, kind):
+            self._counters.skipped_snapshots["not_worth"] += 1
+            return None
         elif self._reclaimer.can_make_room(0, 1):
             self._reclaimer.make_room(0, 1)
             row = self._rows.allocate()
@@ -233,6 +239,8 @@ class CacheManager:
             snapshot, _ = self._committer.publish_snapshot(seq, token_ids, export.position, export.row, export.kind)
             if snapshot is not None:
                 assert seq.branch is not None
+                if self._observer is not None:
+                    self._observer.published(seq, snapshot)
                 self._retention.keep(seq.branch, snapshot, export.kind)
                 self._replace_resumed(seq, export.position)
 
@@ -251,14 +259,20 @@ class CacheManager:
             snapshot, is_new = self._committer.publish_snapshot(seq, token_ids, position, row, "turn_end")
             assert snapshot is not None
             handle = self._retention.begin_turn_end(seq.branch, snapshot, is_own=is_new)
+            if self._observer is not None:
+                self._observer.published(seq, snapshot)
+                handle.observed = self._observer.finished(seq, is_suspended=False)
         elif seq.conversation is not None and not self.has_state and self.prefix_caching:
             self._leaves.finished(seq.conversation, seq.tail or seq.path)
         self.close(seq)
         return handle
 
-    def end_turn(self, handle: TurnHandle, stable_tokens: int) -> None:
+    def end_turn(self, handle: TurnHandle, stable_tokens: int, *, has_tool_call: bool | None = None) -> None:
         """The next prompt will repeat `stable_tokens` tokens: keep the turn's end or drop it. Only the first call
-        counts; without one the snapshot stays like any other."""
+        counts; without one the snapshot stays like any other. has_tool_call: a program answers."""
+        if self._observer is not None and handle.observed is not None:
+            self._observer.settled(handle.observed, stable_tokens, has_tool_call=has_tool_call)
+            handle.observed = None
         useless = self._retention.end_turn(handle, stable_tokens)
         if useless is not None:
             self._counters.dropped_snapshots[useless.kind] += 1
@@ -273,6 +287,9 @@ class CacheManager:
             snapshot, _ = self._committer.publish_snapshot(seq, token_ids, position, row, "suspended")
             assert snapshot is not None
             self._retention.keep(seq.branch, snapshot, "suspended")
+            if self._observer is not None:
+                self._observer.published(seq, snapshot)
+                self._observer.finished(seq, is_suspended=True)
         self.close(seq)
 
     def close(self, seq: SequenceCache) -> None:
@@ -299,15 +316,23 @@ class CacheManager:
         self._reclaimer.release(seq.path)
         if seq.branch is not None:
             self._retention.release(seq.branch)
+        if self._observer is not None:
+            self._observer.closed(seq)
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
         """It will not return: what only it kept becomes the first victim. Unknown ones are ignored."""
         self._retention.close_conversation((cache_root, conversation_id))
         self._leaves.close((cache_root, conversation_id))
+        if self._observer is not None:
+            self._observer.conversation_closed((cache_root, conversation_id))
 
     def clear(self) -> None:
         """Evict everything that no open sequence holds."""
-        self._reclaimer.evict_all()
+        self.trim(0)
+
+    def trim(self, memory_bytes: int) -> None:
+        """Evict until pages and rows in use hold at most so many bytes together, or nothing may go any more."""
+        self._reclaimer.trim(memory_bytes)
 
     # Reports
 
@@ -334,7 +359,10 @@ class CacheManager:
         """Recompute every count and reference. Raises AssertionError naming what is wrong. O(everything)."""
         check_conservation(self._reclaimer, self._retention, self._copies, self._open)
 
-    # Parts
+    def _own_boundaries(self, seq: SequenceCache, match: PrefixMatch) -> tuple[Boundary, ...]:
+        if self._observer is not None:
+            return self._observer.arrived(seq, match, seq.conversation)
+        return () if match.branch_position is None else (Boundary(match.branch_position, "branch"),)
 
     def _require_open(self, seq: SequenceCache) -> None:
         if seq.is_closed:
@@ -363,10 +391,8 @@ class CacheManager:
     def _give_up_pin(self, seq: SequenceCache, num_pages: int) -> bool:
         """Unpin what `seq` resumed from if, and only if, that makes room for num_pages."""
         snapshot = seq.resumed_from
-        if snapshot is None:
-            return False
-        num_freed = self._reclaimer.num_pages_pinned_only_by(snapshot)
-        if not self._reclaimer.can_make_room(num_pages - num_freed, 0):
+        num_freed = self._reclaimer.num_pages_pinned_only_by(snapshot) if snapshot is not None else 0
+        if snapshot is None or not self._reclaimer.can_make_room(num_pages - num_freed, 0):
             return False
         self._counters.num_released_pins += 1
         self._release_resumed(seq)

@@ -9,10 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from turnkeep.cache.prefix_match import PrefixMatch
+    from turnkeep.cache.sequence_cache import SequenceCache
 
 Evictable = Snapshot | PageNode
 
@@ -39,6 +44,38 @@ class EvictionPolicy(Protocol):
 
     def victim(self, need: Need) -> Evictable | None:
         """What should go next, without removing it; None when nothing may go."""
+
+
+@runtime_checkable
+class TurnObserver(Protocol):
+    """What a policy may be besides: one that follows conversations. Told only in models with state.
+
+    A sequence arrives, publishes snapshots, and finishes or closes; what `finished` returns is settled once it is
+    known how much of the turn the next prompt repeats.
+    """
+
+    def arrived(
+        self, seq: SequenceCache, match: PrefixMatch, conversation: tuple[str, str] | None
+    ) -> tuple[Boundary, ...]:
+        """`seq` opened at `match`. Returns where else than at the request's boundaries a snapshot is worth a row."""
+
+    def wants(self, seq: SequenceCache, position: int, kind: BoundaryKind) -> bool:
+        """Whether a snapshot there is worth writing."""
+
+    def published(self, seq: SequenceCache, snapshot: Snapshot) -> None:
+        """`seq` made this snapshot, or found it there."""
+
+    def finished(self, seq: SequenceCache, *, is_suspended: bool) -> object | None:
+        """All of `seq` is published."""
+
+    def settled(self, turn: object, stable_tokens: int, *, has_tool_call: bool | None) -> None:
+        """The prompt after a finished turn repeats so much of it. Too late when it came already."""
+
+    def closed(self, seq: SequenceCache) -> None:
+        """`seq` closed; ignored after `finished`."""
+
+    def conversation_closed(self, conversation: tuple[str, str]) -> None:
+        """It will not return."""
 
 
 class LRUPolicy:

@@ -12,6 +12,8 @@ from turnkeep.cache.snapshot import Snapshot
 
 LossReason = Literal["none", "no_snapshot", "evicted"]
 
+MIN_BRANCH_TOKENS = 32  # fewer computed again are not worth a snapshot
+
 
 @dataclass(slots=True, frozen=True, eq=False)
 class PrefixMatch:
@@ -40,6 +42,12 @@ class PrefixMatch:
         if self.num_evicted_tokens > self.num_tokens:
             return "evicted"
         return "no_snapshot" if self.num_matched_tokens > self.num_tokens else "none"
+
+    @property
+    def branch_position(self) -> int | None:
+        """Where the prompt leaves what is cached, if a snapshot there would have saved enough to be worth a row."""
+        is_worth = self.num_matched_tokens - self.num_tokens >= MIN_BRANCH_TOKENS
+        return self.num_matched_tokens if is_worth else None
 
     @property
     def is_current(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 
 from turnkeep.cache.boundary import BoundaryKind
-from turnkeep.cache.eviction import EvictionPolicy, Need
+from turnkeep.cache.eviction import Evictable, EvictionPolicy, Need
 from turnkeep.cache.eviction_memory import EvictionMemory
 from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.page_pool import PagePool
@@ -46,6 +46,7 @@ class Reclaimer:
         self._policy = policy
         self._clock = clock
         self._counters = counters
+        self._page_bytes, self._row_bytes = spec.bytes_per_page, spec.bytes_per_row
 
     # Counts
 
@@ -78,18 +79,24 @@ class Reclaimer:
                     f"{need} cannot be met: {self.pages.num_free} pages and {self.rows.num_free} rows are free and "
                     "nothing is left to evict"
                 )
-            if isinstance(victim, Snapshot):
-                self._evict_snapshot(victim)
-            else:
-                self._evict_leaf(victim)
+            self._evict(victim)
 
-    def evict_all(self) -> None:
-        """Evict whatever may go."""
-        while (victim := self._policy.victim(Need(0, 0))) is not None:
-            if isinstance(victim, Snapshot):
-                self._evict_snapshot(victim)
-            else:
-                self._evict_leaf(victim)
+    def trim(self, memory_bytes: int) -> None:
+        """Evict until pages and rows in use hold at most so many bytes together, or nothing may go any more."""
+        while self.num_used_bytes > memory_bytes and (victim := self._policy.victim(Need(1, 1))) is not None:
+            self._evict(victim)
+
+    @property
+    def num_used_bytes(self) -> int:
+        num_pages = self.pages.num_usable - self.pages.num_free
+        num_rows = self.rows.num_usable - self.rows.num_free
+        return num_pages * self._page_bytes + num_rows * self._row_bytes
+
+    def _evict(self, victim: Evictable) -> None:
+        if isinstance(victim, Snapshot):
+            self._evict_snapshot(victim)
+        else:
+            self._evict_leaf(victim)
 
     def _evict_snapshot(self, snapshot: Snapshot) -> None:
         node = snapshot.node

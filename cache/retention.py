@@ -29,6 +29,7 @@ class TurnHandle:
     is_own: bool  # made by this turn, not found
     num_hits: int  # of the snapshot when the turn ended
     is_settled: bool = False
+    observed: object | None = None  # what a policy that follows turns calls this one
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from turnkeep.cache.boundary import BoundaryKind
+from turnkeep.cache.boundary import Boundary, BoundaryKind
 
 if TYPE_CHECKING:
     from turnkeep.cache.page_node import PageNode
@@ -47,6 +47,7 @@ class SequenceCache:
     conversation: tuple[str, str] | None = None  # cache root and conversation id, where it has one
     branch: Branch | None = None
     exports: list[Export] = field(default_factory=list)
+    boundaries: tuple[Boundary, ...] = ()  # where the cache itself wants snapshots, beyond the match
     is_closed: bool = False
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(8, np.int32))
 

@@ -24,7 +24,7 @@ class CacheCounters:
     created_snapshots: Counter[str] = field(default_factory=Counter)  # by kind
     evicted_snapshots: Counter[str] = field(default_factory=Counter)  # by kind
     dropped_snapshots: Counter[str] = field(default_factory=Counter)  # by kind: the next prompt will not repeat them
-    skipped_snapshots: Counter[str] = field(default_factory=Counter)  # by reason: no_row, duplicate
+    skipped_snapshots: Counter[str] = field(default_factory=Counter)  # by reason: no_row, duplicate, not_worth
     lost_tokens: Counter[str] = field(default_factory=Counter)  # by reason: no_snapshot, evicted
 
 

@@ -1,0 +1,155 @@
+"""Which prefixes were seen before, whether or not the cache still holds them: digests of pages, without tokens.
+
+Finds where a prompt leaves what is known, who computed the known part, and the shared prefixes on its way. A digest
+that collides misleads a forecast, never a match. Bounded in pages and in shared prefixes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
+
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True, frozen=True)
+class Mark:
+    """A token position of a prefix that may be asked for again: digest of the full pages before it, and the rest."""
+
+    position: int
+    digest: int
+    suffix: bytes
+
+
+class PagePrefixes:
+    """digests[i] is that of the first i pages of one prompt."""
+
+    def __init__(self, cache_root: str, encoded: bytes | bytearray, page_size: int, path: PageNode | None) -> None:
+        self.encoded = encoded
+        self._width = page_size * TOKEN_BYTES
+        self._page_size = page_size
+        self.digests = [hash(cache_root)] if path is None else _digests_of(path)
+        self.extend(encoded)
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.digests) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.encoded) // TOKEN_BYTES
+
+    def extend(self, encoded: bytes | bytearray) -> None:
+        """More tokens are known: `encoded` starts with those known before. O(new pages)."""
+        self.encoded = encoded
+        width, digest = self._width, self.digests[-1]
+        for offset in range(self.num_pages * width, len(encoded) - width + 1, width):
+            digest = hash((digest, bytes(encoded[offset : offset + width])))
+            self.digests.append(digest)
+
+    def mark(self, position: int) -> Mark:
+        """The prefix of `position` tokens, 0 < position <= known tokens."""
+        page = (position - 1) // self._page_size
+        suffix = bytes(self.encoded[page * self._width : position * TOKEN_BYTES])
+        return Mark(position, self.digests[page], suffix)
+
+    def repeats(self, mark: Mark) -> bool:
+        """Whether the prompt starts with the prefix of `mark`."""
+        page = (mark.position - 1) // self._page_size
+        if page >= len(self.digests) or self.digests[page] != mark.digest:
+            return False
+        offset = page * self._width
+        return self.encoded[offset : offset + len(mark.suffix)] == mark.suffix
+
+
+def _digests_of(node: PageNode) -> list[int]:
+    """Those of the root, ..., of `node`, a full page."""
+    digests = []
+    walk: PageNode | None = node
+    while walk is not None:
+        digests.append(walk.digest)
+        walk = walk.parent
+    digests.reverse()
+    return digests
+
+
+class PrefixHistory:
+    """Pages by digest with the number of the line of conversation that computed them, the oldest forgotten first."""
+
+    def __init__(self, max_pages: int = 1 << 20) -> None:
+        self._max_pages = max_pages
+        self._lines: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def num_known_pages(self, prefixes: PagePrefixes) -> int:
+        """Pages from the start that were seen before. O(log pages): they are a prefix, but for what aged out."""
+        lower, upper = 0, prefixes.num_pages
+        digests, lines = prefixes.digests, self._lines
+        while lower < upper:
+            middle = (lower + upper + 1) // 2
+            if digests[middle] in lines:
+                lower = middle
+            else:
+                upper = middle - 1
+        return lower
+
+    def line_of(self, digest: int) -> int | None:
+        """The line that computed the page first, as far as is known."""
+        return self._lines.get(digest)
+
+    def remember(self, prefixes: PagePrefixes, num_known: int, line: int) -> None:
+        """`line` went through all these pages; those beyond the first num_known are its own."""
+        lines = self._lines
+        for index in range(1, prefixes.num_pages + 1):
+            digest = prefixes.digests[index]
+            first = lines.pop(digest, None)  # moves it to the young end
+            lines[digest] = first if first is not None and index <= num_known else line
+        if len(lines) > self._max_pages:
+            for digest in list(lines)[: len(lines) - self._max_pages]:
+                del lines[digest]
+
+
+class MarkIndex(Generic[Value]):
+    """Values by mark, the least recently put ones forgotten beyond max_marks; found along a prompt's pages."""
+
+    def __init__(self, max_marks: int = 4096) -> None:
+        self._max_marks = max_marks
+        self._values: OrderedDict[Mark, Value] = OrderedDict()
+        self._by_page: dict[int, list[Mark]] = {}
+
+    def get(self, mark: Mark) -> Value | None:
+        return self._values.get(mark)
+
+    def put(self, mark: Mark, value: Value) -> None:
+        """Set or refresh."""
+        if mark not in self._values:
+            self._by_page.setdefault(mark.digest, []).append(mark)
+        self._values[mark] = value
+        self._values.move_to_end(mark)
+        if len(self._values) > self._max_marks:
+            self._forget(next(iter(self._values)))
+
+    def on_path(self, prefixes: PagePrefixes) -> Iterator[tuple[Mark, Value]]:
+        """What the prompt repeats, shallowest first."""
+        if not self._by_page:
+            return
+        by_page = self._by_page
+        for digest in prefixes.digests:
+            marks = by_page.get(digest)
+            if marks is not None:
+                for mark in sorted(marks, key=lambda mark: mark.position):
+                    if prefixes.repeats(mark):
+                        yield mark, self._values[mark]
+
+    def _forget(self, mark: Mark) -> None:
+        del self._values[mark]
+        marks = self._by_page[mark.digest]
+        marks.remove(mark)
+        if not marks:
+            del self._by_page[mark.digest]
