@@ -163,7 +163,7 @@ _DELTA = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 10,
     "linear_conv_kernel_dim": 4,
-    "rms_norm_eps": 1e-6,
+    "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
@@ -176,7 +176,11 @@ _DELTA_EXPERTS = {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 28,
 }
-_TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}
+_TWO_LAYERS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "linear_attention"],
+    "rms_norm_eps": 1e-6,  # as published; over more layers of random weights it leaves little of the tolerance
+}
 _NEXT = _DELTA | _DELTA_EXPERTS | {"model_type": "qwen3_next"}
 _QWEN3_5 = _DELTA | {"model_type": "qwen3_5_text"}
 _QWEN3_5_MOE = _DELTA | _DELTA_EXPERTS | {"model_type": "qwen3_5_moe_text"}
