@@ -137,6 +137,8 @@ class GGUFTensors:
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         if self.source.holds_negative_exp(stored):
             values = np.log(-values)
+        if self.source.holds_plus_one(stored):
+            values = values - 1.0
         values = values.reshape(self.source.hf_shape(stored))
         # Unquantised tensors still lie in the file's read-only map.
         return torch.from_numpy(np.ascontiguousarray(values) if values.flags.writeable else values.copy())

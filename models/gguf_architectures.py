@@ -9,64 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from turnkeep.models.gguf_metadata import GGUFHeader
-from turnkeep.models.model_source import ModelFilesError
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFFields:
-    """The metadata of one file under the keys of its architecture. Every error names the file and the key."""
-
-    path: Path
-    header: GGUFHeader
-    architecture: str
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.header.metadata.get(f"{self.architecture}.{key}", default)
-
-    def value(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise ModelFilesError(f"{self.path}: metadata {self.architecture}.{key} is missing")
-        return value
-
-    def integer(self, key: str) -> int:
-        value = self.value(key)
-        if not isinstance(value, int):
-            raise ModelFilesError(f"{self.path}: {key} must be one integer for all blocks, not {value!r}")
-        return value
-
-    def by_block(self, key: str, num_blocks: int) -> list[int]:
-        """A value of each block, also where the file has one for all of them."""
-        value = self.value(key)
-        values = value if isinstance(value, list) else [value] * num_blocks
-        if len(values) < num_blocks or not all(isinstance(one, int) for one in values):
-            raise ModelFilesError(f"{self.path}: {key} must be integers of {num_blocks} blocks, not {value!r}")
-        return values[:num_blocks]
-
-    def decimal(self, key: str) -> float:
-        # A float32 in the file: 1e-5 would read 9.99999974e-06, and the model was trained with the decimal.
-        return float(f"{self.value(key):.6g}")
-
-    def rows(self, tensor: str) -> int:
-        """The first dimension of a tensor."""
-        found = self.header.tensors.get(tensor)
-        if found is None:
-            raise ModelFilesError(f"{self.path}: tensor {tensor} is missing")
-        return found.shape[-2] if len(found.shape) > 1 else found.shape[0]
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.header.tensors
-
-    def any_block_has(self, name: str) -> bool:
-        """Whether some block has the tensor called `name`, suffix included."""
-        return any(stored.endswith(f".{name}") for stored in self.header.tensors)
-
-    def refuse(self, reason: str) -> ModelFilesError:
-        return ModelFilesError(f"{self.path}: {reason}")
+from turnkeep.models.gguf_fields import GGUFFields, head_counts, num_own_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +24,7 @@ class GGUFArchitecture:
     whole: Mapping[str, str]
     read: Callable[[GGUFFields], dict[str, Any]]
     has_side_by_side_pairs: bool = False
+    has_norms_around_zero: bool = False  # the checkpoint's norms, which the file holds plus one
 
 
 ATTENTION = {f"attn_{key}": f"self_attn.{key}_proj" for key in "qkv"} | {"attn_output": "self_attn.o_proj"}
@@ -99,18 +45,6 @@ def _mamba2_block(prefix: str) -> dict[str, str]:
 
 def _mamba2_whole(prefix: str) -> dict[str, str]:
     return {"ssm_a": f"{prefix}.A_log", "ssm_d": f"{prefix}.D", "ssm_dt.bias": f"{prefix}.dt_bias"}
-
-
-def head_counts(fields: GGUFFields) -> tuple[int, int]:
-    """Query heads, and the key-value heads of the blocks that have any."""
-    num_heads = fields.value("attention.head_count")
-    if isinstance(num_heads, list):
-        raise fields.refuse(f"attention.head_count must be one integer for all blocks, not {num_heads!r}")
-    counts = fields.get("attention.head_count_kv", num_heads)
-    distinct = {count for count in counts if count} if isinstance(counts, list) else {counts}
-    if len(distinct) > 1:
-        raise fields.refuse(f"attention.head_count_kv must be one integer for all blocks, not {counts!r}")
-    return num_heads, next(iter(distinct), num_heads)
 
 
 def _common(fields: GGUFFields, model_type: str) -> dict[str, Any]:
@@ -134,13 +68,13 @@ def _attention(fields: GGUFFields) -> dict[str, Any]:
     }
 
 
-def _rope(fields: GGUFFields, head_dim: int) -> dict[str, Any]:
+def _rope(fields: GGUFFields, head_dim: int, default_theta: float = 10000.0) -> dict[str, Any]:
     if fields.get("rope.dimension_count", head_dim) != head_dim:
         raise fields.refuse("rotating a part of the head is not supported")
     scaling = fields.get("rope.scaling.type", "none")
     if scaling != "none":
         raise fields.refuse(f"rope scaling {scaling!r} is not supported")
-    return {"rope_type": "default", "rope_theta": float(fields.get("rope.freq_base", 10000.0))}
+    return {"rope_type": "default", "rope_theta": float(fields.get("rope.freq_base", default_theta))}
 
 
 def _read_attention_blocks(model_type: str) -> Callable[[GGUFFields], dict[str, Any]]:
@@ -244,11 +178,6 @@ def _read_nemotron_h(fields: GGUFFields) -> dict[str, Any]:
     return values
 
 
-def num_own_blocks(fields: GGUFFields) -> int:
-    """Blocks of the model itself: those of a draft head stand behind them."""
-    return fields.integer("block_count") - int(fields.get("nextn_predict_layers", 0))
-
-
 def _read_granite_hybrid(fields: GGUFFields) -> dict[str, Any]:
     num_layers = fields.integer("block_count")
     counts_kv = fields.by_block("attention.head_count_kv", num_layers)
@@ -266,7 +195,7 @@ def _read_granite_hybrid(fields: GGUFFields) -> dict[str, Any]:
         values[name] = fields.decimal(key) if fields.get(key) else 1.0
     num_experts = fields.get("expert_count", 0)
     if not num_experts:
-        return values | {"shared_intermediate_size": fields.rows("blk.0.ffn_up.weight")}
+        return values | {"num_local_experts": 0, "shared_intermediate_size": fields.rows("blk.0.ffn_up.weight")}
     return values | {
         "num_local_experts": num_experts,
         "num_experts_per_tok": fields.integer("expert_used_count"),
@@ -291,6 +220,29 @@ def _read_falcon_h1(fields: GGUFFields) -> dict[str, Any]:
             "mamba_norm_before_gate": False,
             "projectors_bias": fields.has("blk.0.ssm_out.bias"),
             "mlp_bias": fields.has("blk.0.ffn_up.bias"),
+        }
+    )
+
+
+def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
+    attention = _attention(fields)
+    pattern = fields.get("attention.sliding_window_pattern", 6)
+    if not isinstance(pattern, int):
+        raise fields.refuse(f"attention.sliding_window_pattern must be one integer, not {pattern!r}")
+    local_theta = float(fields.get("rope.freq_base_swa", 10000.0))
+    return (
+        _common(fields, "gemma3_text")
+        | attention
+        | {
+            "num_hidden_layers": fields.integer("block_count"),
+            "intermediate_size": fields.integer("feed_forward_length"),
+            "sliding_window": fields.integer("attention.sliding_window"),
+            "sliding_window_pattern": pattern,
+            "query_pre_attn_scalar": attention["head_dim"],
+            "rope_parameters": {
+                "full_attention": _rope(fields, attention["head_dim"], 1000000.0),
+                "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+            },
         }
     )
 
@@ -340,6 +292,16 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": _attention_blocks("llama", has_side_by_side_pairs=True),
     "qwen2": _attention_blocks("qwen2"),
     "qwen3": _attention_blocks("qwen3"),
+    "gemma3": GGUFArchitecture(
+        outer=LLAMA_OUTER,
+        layers="model.layers.",
+        block=LLAMA_BLOCK
+        | {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
+        | {"post_ffw_norm": "post_feedforward_layernorm"},
+        whole={},
+        read=_read_gemma3,
+        has_norms_around_zero=True,
+    ),
     "mamba2": GGUFArchitecture(
         outer={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
         layers="backbone.layers.",

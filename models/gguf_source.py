@@ -13,13 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from turnkeep.models.gguf_architectures import (
-    ARCHITECTURES,
-    GGUFArchitecture,
-    GGUFFields,
-    head_counts,
-    num_own_blocks,
-)
+from turnkeep.models.gguf_architectures import ARCHITECTURES, GGUFArchitecture
+from turnkeep.models.gguf_fields import GGUFFields, head_counts, num_own_blocks
 from turnkeep.models.gguf_metadata import GGUFError, GGUFHeader, read_gguf_header
 from turnkeep.models.gguf_tokenizer import TokenizerMetadataError, tokenizer_json
 from turnkeep.models.model_source import ModelFilesError
@@ -107,6 +102,10 @@ class GGUFSource:
     def holds_negative_exp(self, name: str) -> bool:
         """Whether the tensor called `name` in the file is -exp of the one in a Hugging Face checkpoint."""
         return name.endswith(".ssm_a")
+
+    def holds_plus_one(self, name: str) -> bool:
+        """Whether the tensor called `name` in the file is the one of a Hugging Face checkpoint, plus one."""
+        return self._architecture.has_norms_around_zero and name.endswith("norm.weight")
 
     def interleaved_heads(self, name: str) -> int | None:
         """Heads of the tensor called `name` in the file if its rows pair rotated dimensions next to each other.

@@ -18,7 +18,7 @@ from model_families import FAMILIES
 from safetensors.torch import save_file
 
 from turnkeep.models.catalog import ModelFilesError, find_model
-from turnkeep.models.config import ModelConfig
+from turnkeep.models.config import KINDS_WITH_KV, ModelConfig
 from turnkeep.models.weights import WeightsError, load_model, random_tensors
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -37,10 +37,18 @@ def falcon(values: dict[str, Any]) -> dict[str, Any]:
     return plain(values) | {"mamba_norm_before_gate": False}
 
 
+# The file holds neither the order of the layers nor the rotary base of those that slide: both are the family's.
+GEMMA3 = FAMILIES["gemma3_text"][0] | {
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 10,
+    "rope_parameters": {"full_attention": {"rope_theta": 5000.0}, "sliding_attention": {"rope_theta": 10000.0}},
+}
 # family -> (architecture, configurations)
 FILES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "qwen2": ("qwen2", [plain(values) for values in FAMILIES["qwen2"][:2]]),
     "qwen3": ("qwen3", [plain(values) for values in FAMILIES["qwen3"]]),
+    "gemma3_text": ("gemma3", [GEMMA3]),
     "mamba2": ("mamba2", [plain(values) for values in FAMILIES["mamba2"][:2]]),
     "granitemoehybrid": ("granitehybrid", [plain(values) for values in FAMILIES["granitemoehybrid"][:3]]),
     "falcon_h1": (
@@ -76,6 +84,8 @@ def as_converted(values: dict[str, Any], tensors: Tensors) -> Tensors:
             stem = name.replace("input_linear.weight", "").replace("experts.gate_up_proj", "experts.")
             gate, up = np.split(tensor, 2, axis=-2)
             changed |= {f"{stem}gate": gate, f"{stem}up": up}
+        elif family == "gemma3_text" and name.endswith("norm.weight"):
+            changed[name] = tensor + 1
         else:
             changed[name] = multiplied(values, name, tensor) if family == "falcon_h1" else tensor
     return changed
@@ -144,7 +154,7 @@ def write_metadata(writer: Any, values: dict[str, Any], config: ModelConfig) -> 
     if config.attention:
         kv_heads = config.attention.num_kv_heads
         writer.add_head_count(config.attention.num_heads)
-        has_kv = [kind in ("attention", "parallel") for kind in blocks]
+        has_kv = [kind in KINDS_WITH_KV for kind in blocks]
         writer.add_head_count_kv(kv_heads if all(has_kv) else [kv_heads if has else 0 for has in has_kv])
         writer.add_key_length(config.attention.head_dim)
         if config.attention.rope:
@@ -155,6 +165,8 @@ def write_metadata(writer: Any, values: dict[str, Any], config: ModelConfig) -> 
         writer.add_ssm_state_size(config.mamba2.state_size)
         writer.add_ssm_time_step_rank(config.mamba2.num_heads)
         writer.add_ssm_group_count(config.mamba2.num_groups)
+    if config.sliding:
+        writer.add_sliding_window(config.sliding.window)
     if config.short_conv:
         writer.add_shortconv_l_cache(config.short_conv.width)
     if config.moe:
