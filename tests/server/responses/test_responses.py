@@ -415,3 +415,38 @@ def test_any_turn_gives_events_of_the_grammar(
             said["reasoning"] += (item["summary"] if summary else item["content"])[0]["text"]
     assert said == texts
     assert sum(item["type"].endswith("call") for item in response["output"]) == num_calls
+
+
+STRUCTURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer"}, "strict": True}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}},
+    ),
+    ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+    ({"tool_choice": "required"}, {"tool_choice": "required"}),
+    (
+        {"tool_choice": {"type": "function", "name": "get_order"}},
+        {"tool_choice": {"type": "function", "function": {"name": "get_order"}}},
+    ),
+    (
+        {"tool_choice": {
+            "type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_order"}]}},
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {
+            "mode": "auto", "tools": [{"type": "function", "function": {"name": "get_order"}}]}}},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "chat_fields"), STRUCTURED)
+async def test_structured_output_binds_the_answer_as_in_a_chat(
+    text_model: TextModel, fields: dict[str, Any], chat_fields: dict[str, Any]
+) -> None:
+    tool = TOOLS[0]
+    chat_tool = {"type": "function", "function": {key: tool[key] for key in ("name", "parameters")}}
+    async with live_server(saying(text_model, "1"), text_model=text_model) as server:
+        by_response = await server.post({"model": "demo", "input": "x", "tools": [tool], **fields}, RESPONSES)
+        by_chat = await server.chat("x", tools=[chat_tool], **chat_fields)
+        assert (by_response[0], by_chat[0]) == (200, 200), (by_response, by_chat)
+        first, second = (submit.sampling.grammar for submit in server.engine.submitted)
+    assert first is not None
+    assert first == second
