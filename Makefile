@@ -25,7 +25,7 @@ $(BIN)/python:
 # Stamps: what a target needs is installed once and again only when the requirements change.
 $(VENV)/.runtime: $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing Turnkeep into $(VENV) (about a minute the first time)"
-	$(PIP) -e .
+	$(PIP) -e '.[structured]'
 	@touch $@
 
 $(VENV)/.development: $(VENV)/.runtime

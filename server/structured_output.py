@@ -22,8 +22,8 @@ ANY_TEXT = r"/(?s:.+)/"
 NAME_MARK, USER_MARK = "namemark", "USERMARK"
 ARGUMENTS = re.compile(r'\{"first":(\s?)1,(\s?)"second":\s?"x"\}')
 CLOSING_BRACKETS = re.compile(r"[\]}]*")
-# JSON of an answer may be laid out over lines, but a model must not lose itself in blanks.
-ANSWER_BLANKS = r"[ \n\t]{0,16}"
+# JSON of an answer may be laid out over indented lines, but a model must not lose itself in blanks.
+ANSWER_BLANKS = r"( |\n[ \t]{0,16})?"
 
 
 @dataclass(frozen=True, slots=True)

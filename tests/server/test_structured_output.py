@@ -116,9 +116,11 @@ def test_a_schema_binds_the_answer_and_not_the_reasoning(name: str) -> None:
     assert one.takes(ANSWER, '{"order": "B"}')
     assert one.takes(ANSWER, one.thought() + '{"order": "B", "n": 12}')
     assert one.takes(ANSWER, '{\n  "order": "B"\n}')
+    assert one.takes(ANSWER, '{"order":"B","n":1}')
     for wrong in ('{"order": "B", "x": 1}', "{}", "hello", one.thought() + "hello", '{"order": "B"', one.calls("get")):
         assert not one.takes(ANSWER, wrong), wrong
-    assert not one.takes(ANSWER, "{" + " " * 40 + '"order": "B"}'), "a model must not lose itself in blanks"
+    for blanks in ("  ", " " * 40, "\n\n", "\n" + " " * 40):
+        assert not one.takes(ANSWER, "{" + blanks + '"order": "B"}'), "a model must not lose itself in blanks"
 
 
 @pytest.mark.parametrize("name", NAMES)
