@@ -5,6 +5,7 @@ Redis may go and come back at any time: calls then raise StoreDownError, at once
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
@@ -29,6 +30,7 @@ from turnkeep.server.stores.store import (
 PREFIX = "turnkeep:1"
 CONNECT_TIMEOUT_S = 2.0
 ANSWER_TIMEOUT_S = 5.0
+REGISTER_TIMEOUT_S = 0.5  # a chat waits for the registry, and can do without it
 PAUSE_AFTER_FAILURE_S = 0.5
 
 # KEYS: the response. ARGV: record, its expiry in ms. The record's first byte is "1" while the response runs.
@@ -212,7 +214,8 @@ class RedisStore:
 
     async def register(self, root: str, conversation_id: str, now_s: float) -> float:
         expiry_ms = int(self._bounds.registry_ttl_s * 1000)
-        return float(await self._script(REGISTER, [f"{PREFIX}:g:{root}:{conversation_id}"], [repr(now_s), expiry_ms]))
+        key = f"{PREFIX}:g:{root}:{conversation_id}"
+        return float(await self._ask(self._redis.eval(REGISTER, 1, key, repr(now_s), expiry_ms), REGISTER_TIMEOUT_S))
 
     async def _bound_responses(self, key: str) -> None:
         """Note the use of a response and drop the least recently used beyond the limit."""
@@ -229,14 +232,15 @@ class RedisStore:
     async def _script(self, script: str, keys: list[str], values: list[Any]) -> Any:
         return await self._ask(self._redis.eval(script, len(keys), *keys, *values))
 
-    async def _ask(self, command: Any) -> Any:
+    async def _ask(self, command: Any, timeout_s: float | None = None) -> Any:
         """The answer of one command. Raises StoreDownError, without waiting right after a failure."""
         if time.monotonic() < self._down_until_s:
             if hasattr(command, "close"):
                 command.close()
             raise StoreDownError("Redis was not reachable a moment ago")
         try:
-            return await cast(Awaitable[Any], command)
+            async with asyncio.timeout(timeout_s):
+                return await cast(Awaitable[Any], command)
         except (RedisError, OSError, TimeoutError) as error:
             self._down_until_s = time.monotonic() + PAUSE_AFTER_FAILURE_S
             raise StoreDownError(f"Redis: {error}") from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 from redis_server import RedisServer
 
 from turnkeep.server.stores import RedisStore, StoreBounds, StoreDownError, StoredResponse
-from turnkeep.server.stores.redis_store import PAUSE_AFTER_FAILURE_S
+from turnkeep.server.stores.redis_store import PAUSE_AFTER_FAILURE_S, REGISTER_TIMEOUT_S
 
 
 def response(id: str) -> StoredResponse:
@@ -52,3 +53,22 @@ async def test_what_is_stored_expires_in_redis(redis_server: RedisServer) -> Non
     assert 990_000 < await store._redis.pttl("turnkeep:1:r::a") <= 1_000_000
     assert 9_000 < await store._redis.pttl("turnkeep:1:g:root:c") <= 10_000
     await store.close()
+
+
+async def test_a_redis_that_does_not_answer_costs_a_chat_little() -> None:
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    store = RedisStore(f"redis://127.0.0.1:{port}/0")
+    started_s = time.monotonic()
+    with pytest.raises(StoreDownError):
+        await store.register("root", "conversation", 1.0)
+    with pytest.raises(StoreDownError, match="a moment ago"):
+        await store.register("root", "conversation", 1.0)
+    assert time.monotonic() - started_s < 2 * REGISTER_TIMEOUT_S
+    await store.close()
+    silent.close()
+    await silent.wait_closed()
