@@ -6,6 +6,7 @@ reasoning under either name). Pure; knows no template and no tokenizer.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ ROLES = {
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 RESERVED_KWARGS = frozenset({"messages", "tools", "chat_template", "add_generation_prompt", "documents"})
 MAX_DEPTH = 64
+RELAXED_ID_CHARS = 9
 
 Message = dict[str, Any]
 
@@ -216,7 +218,8 @@ def check_template_kwargs(kwargs: object) -> dict[str, Any]:
 
 def relaxed_messages(messages: Sequence[Message]) -> list[Message]:
     """The same conversation for a template that knows only alternating user and assistant messages: system text joins
-    the user message after it, neighbours of one role become one message, and arguments that are no object get a key.
+    the user message after it, neighbours of one role become one message, arguments that are no object get a key, and
+    ids of calls get nine letters and digits.
     """
     merged: list[Message] = []
     for message in messages:
@@ -224,6 +227,8 @@ def relaxed_messages(messages: Sequence[Message]) -> list[Message]:
         message = {**message, "role": role}
         if "tool_calls" in message:
             message["tool_calls"] = [_relaxed_call(call) for call in message["tool_calls"]]
+        if "tool_call_id" in message:
+            message["tool_call_id"] = _relaxed_id(message["tool_call_id"])
         last = merged[-1] if merged else None
         plain = "tool_calls" not in message
         if last is not None and last["role"] == role and role != "tool" and plain and "tool_calls" not in last:
@@ -237,7 +242,15 @@ def _joined(first: str, second: str) -> str:
     return f"{first}\n\n{second}" if first and second else first or second
 
 
+def _relaxed_id(call_id: str) -> str:
+    if len(call_id) == RELAXED_ID_CHARS and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:RELAXED_ID_CHARS]
+
+
 def _relaxed_call(call: dict[str, Any]) -> dict[str, Any]:
+    if "id" in call:
+        call = {**call, "id": _relaxed_id(call["id"])}
     function = call["function"]
     if not isinstance(function["arguments"], str):
         return call

@@ -19,6 +19,7 @@ from turnkeep.server.parsers.gemma_calls import FUNCTION_GEMMA, GEMMA
 from turnkeep.server.parsers.json_calls import BARE_JSON, GRANITE, HERMES, LLAMA3_JSON, NEMOTRON
 from turnkeep.server.parsers.mistral_calls import MistralCalls
 from turnkeep.server.parsers.output_parser import OutputParser
+from turnkeep.server.parsers.python_calls import PythonCalls
 from turnkeep.server.parsers.xml_calls import FUNCTION, PARAMETER, XmlCalls
 
 THINK, THINK_END = "<think>", "</think>"
@@ -36,6 +37,7 @@ CALL_SYNTAXES: dict[str, CallSyntax] = {
     "mistral": MistralCalls(),
     "gemma": GEMMA,
     "function_gemma": FUNCTION_GEMMA,
+    "pythonic": PythonCalls(),
     "json": BARE_JSON,
 }
 THINK_TAGS: dict[str, tuple[str, str]] = {
@@ -49,6 +51,7 @@ REASONING_PARSERS = (*THINK_TAGS, HARMONY, "none")
 # What tells the syntaxes apart, in a printed call or in the template's own text; the first that is found counts.
 MARKERS = (
     ("<TOOLCALL>", "nemotron"),
+    ("<|tool_call_start|>", "pythonic"),
     ("[TOOL_CALLS]", "mistral"),
     ("<start_function_call>", "function_gemma"),
     ("<|tool_call>", "gemma"),

@@ -144,6 +144,19 @@ LLAMA_GOLDEN = [
     ("<|python_tag|>print(1)", answer("<|python_tag|>print(1)")),
 ]
 
+PYTHON_GOLDEN = [
+    (f"<|tool_call_start|>[{calls}]<|tool_call_end|>", expected)
+    for calls, expected in [
+        ("look(s='x'), look()", answer(calls=[LOOK, ("look", "{}")])),
+        ("look(i=-1, f=1.5, b=True, free=None, l=[1, {'a': false}])", answer(calls=[
+            ("look", '{"i": -1, "f": 1.5, "b": true, "free": null, "l": [1, {"a": false}]}')])),
+        (r"look(s='it\'s ])')", answer(calls=[("look", '{"s": "it\'s ])"}')])),
+        *((text, answer(f"<|tool_call_start|>[{text}]<|tool_call_end|>")) for text in (
+            "", "1", "look(1)", "look(**{})", "look(s=open('x'))", "look(s=1e999)", "look(s={1: 2})", "look(s=b'')",
+            "look(s=[)]", "(lambda: 1)()", "look(s=f'{x}')", "look(s=1,,)")),
+    ]
+]  # fmt: skip
+
 HARMONY_PROMPT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
 HARMONY_CALL = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"s": "x"}'
 HARMONY_GOLDEN = [
@@ -220,6 +233,11 @@ FAMILIES: dict[str, Family] = {
          ('[{"name": "invented"}]', answer('[{"name": "invented"}]')),
          ("[1, 2]", answer("[1, 2]"))],
         ('{"name": "look"}', "[", "]", ",", ";", "{", "}"),
+    ),
+    "pythonic": Family(
+        form_of("pythonic"), "", '<|tool_call_start|>[look(s="x")]<|tool_call_end|>',
+        """<|tool_call_start|>[add.all(i=1, s='a}]{"<b')]<|tool_call_end|>""", PYTHON_GOLDEN,
+        ("<|tool_call_start|>", "<|tool_call_end|>", "[look(", "s=1", ")", "'", ")]", "\\"),
     ),
     "harmony": Family(
         form_of("harmony", "harmony"), HARMONY_PROMPT, HARMONY_CALL,

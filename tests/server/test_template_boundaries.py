@@ -169,6 +169,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "gemma4": ("prompt", "prompt", "prompt", "prompt", "prompt", "prompt"),
     "gpt_oss": ("answer", "turn", "prompt", "turn", "prompt", "prompt"),
     "hermes3": ("prompt", "prompt", "prompt", "prompt", "answer", "prompt"),
+    "lfm2": ("answer", "turn", "prompt", "turn", "prompt", "prompt"),
     "glm4": ("answer", "turn", "prompt", "turn", "prompt", "prompt"),
     "deepseek3": ("answer", "answer", "prompt", "answer", "answer", "answer"),
 }

@@ -104,6 +104,26 @@ def test_a_date_in_the_prompt_is_the_one_that_the_conversation_began_with(name: 
     assert first == encoder.encode(messages, now=NOW).token_ids != later
 
 
+def test_ids_of_calls_that_a_template_refuses_are_made_fit() -> None:
+    case = family_case("mistral3")
+    encoder = PromptEncoder(case.template, case.tokenizer)
+
+    def text(call_id: str) -> str:
+        function = {"name": "find_order", "arguments": {}}
+        return encoder.encode([
+            {"role": "user", "content": "Go"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "function": function}]},
+            {"role": "tool", "content": "late", "tool_call_id": call_id},
+        ]).text  # fmt: skip
+
+    assert '"call_id": "call00000"' in text("call00000")
+    assert encoder.num_relaxed == 0
+    foreign = text("toolu_0123456789")
+    assert "toolu" not in foreign
+    assert foreign != text("call_7f")
+    assert encoder.num_relaxed == 2
+
+
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_the_form_of_calls_is_told_by_the_template(name: str) -> None:
     form = select_format(family_case(name).template)

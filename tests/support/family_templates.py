@@ -64,6 +64,9 @@ FAMILIES: dict[str, Family] = {
         "harmony", calls_end="<|call|>", kwargs=({}, {"reasoning_effort": "high"}),
     ),
     "hermes3": Family((*IM, *CALL), "<|im_end|>", "hermes", kwargs=({},)),
+    "lfm2": Family(
+        (*IM, *THINK, "<|tool_call_start|>", "<|tool_call_end|>"), "<|im_end|>", "pythonic", kwargs=({},)
+    ),
     "glm4": Family(
         ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", *THINK, *CALL), "<|user|>",
         "hermes", calls_end="<|observation|>",
