@@ -55,6 +55,7 @@ class ResponsesSocket:
         if not socket.can_prepare(request):
             message = "With GET this address is for WebSockets."
             raise errors.ApiError(426, message, code="upgrade_required")
+        _check_origin(request)
         await socket.prepare(request)
         self._open.add(socket)
         session = _Session(self._service, self._metrics, socket, request.headers, request[TENANT])
@@ -183,6 +184,17 @@ class _Session:
         """After a failed continuation its client has to start anew."""
         if self._last is not None and self._last.response_id == response_id:
             self._last = None
+
+
+def _check_origin(request: web.Request) -> None:
+    """Browsers let any page open a WebSocket to any address, this machine's included; no page may but our own.
+
+    Raises ApiError 403.
+    """
+    origin = request.headers.get("Origin")
+    if origin is not None and origin.partition("://")[2].lower() != request.host.lower():
+        message = "Pages of other origins may not connect."
+        raise errors.ApiError(403, message, kind="permission_error", code="origin_not_allowed")
 
 
 def _read_frame(frame: bytes) -> ResponsesRequest:

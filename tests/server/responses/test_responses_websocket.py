@@ -178,3 +178,12 @@ async def test_a_server_that_ends_says_so_to_idle_connections(text_model: TextMo
             receiving = asyncio.create_task(socket.receive())
         closed = await receiving
         assert (closed.type, closed.data) == (aiohttp.WSMsgType.CLOSE, aiohttp.WSCloseCode.GOING_AWAY)
+
+
+@pytest.mark.parametrize("origin", ["null", "http://elsewhere.example", "http://127.0.0.1", ""])
+async def test_pages_of_other_origins_may_not_connect(server: LiveServer, origin: str) -> None:
+    with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+        await server.session.ws_connect(server.url + PATH, headers={"Origin": origin})
+    assert caught.value.status == 403
+    async with server.session.ws_connect(server.url + PATH, headers={"Origin": server.url}) as socket:
+        await ask(socket, input="x")
