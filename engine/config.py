@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from turnkeep.cache.policies import EvictionPolicyName
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Every field has a working default; None means "decide from the machine and the model, and log it"."""
@@ -21,5 +23,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int = 512  # tokens computed in one step: prefill chunks share it with decodes
     num_threads: int | None = None  # None: all cores
     prefix_caching: bool = True
+    eviction_policy: EvictionPolicyName = "density"
     script: str | None = None  # a file with rules that take the place of the model; `model` is then only its text
     start_number: int = 0  # engines that the server had started before this one

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 
 from turnkeep.cache.cache_manager import CacheManager
+from turnkeep.cache.policies import make_policy
+from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructions, num_usable_cores
@@ -80,11 +82,13 @@ def assemble(
     """An engine loop around a model that is loaded already."""
     spec = engine_spec(model_config, config, dtype)
     storage = CacheStorage(spec, num_pages=sizes.num_pages, num_state_rows=sizes.num_state_rows)
+    cost = PrefillCost()
     cache = CacheManager(
         spec,
         num_pages=sizes.num_pages,
         num_state_rows=sizes.num_state_rows,
         clock=time.monotonic,
+        policy=make_policy(config.eviction_policy, spec, time.monotonic, cost),
         prefix_caching=config.prefix_caching,
     )
     limits = SchedulerConfig(
@@ -93,7 +97,7 @@ def assemble(
         max_model_len=sizes.max_model_len,
         vocab_size=model_config.vocab_size,
     )
-    scheduler = Scheduler(cache, limits)
+    scheduler = Scheduler(cache, limits, cost=cost)
     loop = EngineLoop(scheduler, ModelRunner(model, storage, config.page_size, matchers), outbox)
     notices = list(sizes.notices)
     if not config.prefix_caching:

@@ -40,8 +40,9 @@ class EngineHandle(Protocol):
     def stop(self, request_id: str) -> None:
         """Finish the request now with reason "stop"."""
 
-    def end_turn(self, request_id: str, stable_tokens: int) -> None:
-        """After Finished: how many tokens of prompt + output the next prompt is expected to repeat."""
+    def end_turn(self, request_id: str, stable_tokens: int, has_tool_call: bool | None = None) -> None:
+        """After Finished: how many tokens of prompt + output the next prompt is expected to repeat, and whether a
+        program will send it (None: not known)."""
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
         """The conversation will not return."""

@@ -76,8 +76,8 @@ class LocalHandle:
     def stop(self, request_id: str) -> None:
         self._send_if_alive(Stop(request_id))
 
-    def end_turn(self, request_id: str, stable_tokens: int) -> None:
-        self._send_if_alive(EndTurn(request_id, stable_tokens))
+    def end_turn(self, request_id: str, stable_tokens: int, has_tool_call: bool | None = None) -> None:
+        self._send_if_alive(EndTurn(request_id, stable_tokens, has_tool_call))
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
         self._send_if_alive(CloseConversation(cache_root, conversation_id))

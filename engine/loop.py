@@ -88,7 +88,7 @@ class EngineLoop:
         elif isinstance(message, Stop):
             scheduler.stop(message.request_id)
         elif isinstance(message, EndTurn):
-            scheduler.end_turn(message.request_id, message.stable_tokens)
+            scheduler.end_turn(message.request_id, message.stable_tokens, message.has_tool_call)
         elif isinstance(message, CloseConversation):
             scheduler.close_conversation(message.cache_root, message.conversation_id)
         elif isinstance(message, ReadStats):

@@ -44,6 +44,7 @@ class EndTurn(msgspec.Struct, tag="end_turn"):
 
     request_id: str
     stable_tokens: int
+    has_tool_call: bool | None = None  # a program will answer, not a person; None: not known
 
 
 class CloseConversation(msgspec.Struct, tag="close_conversation"):

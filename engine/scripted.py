@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from turnkeep.cache.cache_manager import CacheManager
+from turnkeep.cache.policies import make_policy
+from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.loop import EngineLoop
@@ -79,11 +81,13 @@ def build_scripted_engine(config: EngineConfig, outbox: Callable[[FromEngine], N
     vocab_size = writer.vocab_size
     spec = scripted_spec(config.page_size)
     sizes = _sizes(spec, config, script.max_model_len)
+    cost = PrefillCost()
     cache = CacheManager(
         spec,
         num_pages=sizes.num_pages,
         num_state_rows=sizes.num_state_rows,
         clock=time.monotonic,
+        policy=make_policy(config.eviction_policy, spec, time.monotonic, cost),
         prefix_caching=config.prefix_caching,
     )
     limits = SchedulerConfig(
@@ -112,7 +116,7 @@ def build_scripted_engine(config: EngineConfig, outbox: Callable[[FromEngine], N
         limiting_resource=f"a script instead of a model; {sizes.limiting_resource}",
         notices=list(sizes.notices),
     )
-    return EngineLoop(Scheduler(cache, limits), runner, outbox), ready
+    return EngineLoop(Scheduler(cache, limits, cost=cost), runner, outbox), ready
 
 
 def _writer(source: ModelSource, script: Script) -> AnswerWriter:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from turnkeep.cache.prefill_cost import PrefillCost, num_pairs
 from turnkeep.scheduler.admission import Admission
 from turnkeep.scheduler.config import SchedulerConfig
 from turnkeep.scheduler.events import Admitted, Finished, SchedulerEvent, TokenOut
@@ -43,14 +44,20 @@ def _usable_boundaries(request: Request) -> tuple[Boundary, ...]:
 
 
 class Scheduler:
-    """Single-threaded; `clock` gives seconds. Events pile up until drain_events()."""
+    """Single-threaded; `clock` gives seconds. Events pile up until drain_events(). `cost` is told what steps took."""
 
     def __init__(
-        self, cache: CacheManager, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        cache: CacheManager,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        cost: PrefillCost | None = None,
     ) -> None:
         self._cache = cache
         self._config = config
         self._clock = clock
+        self._cost = cost
+        self._planned_s = 0.0
         self._requests: dict[str, Request] = {}  # waiting, running and suspended
         self._running: list[Request] = []  # in order of service (Request.rank)
         self._waiting = WaitingQueue()
@@ -105,11 +112,14 @@ class Scheduler:
         if request is not None:
             self._finish(request, "stop")
 
-    def end_turn(self, request_id: str, stable_tokens: int) -> None:
-        """Keep the finished request's turn-end snapshot if it is at or before `stable_tokens`, else drop it."""
+    def end_turn(self, request_id: str, stable_tokens: int, has_tool_call: bool | None = None) -> None:
+        """Keep the finished request's turn-end snapshot if it is at or before `stable_tokens`, else drop it.
+
+        has_tool_call: whether a program will answer; None: not known.
+        """
         handle = self._turn_handles.pop(request_id, None)
         if handle is not None:
-            self._cache.end_turn(handle, stable_tokens)
+            self._cache.end_turn(handle, stable_tokens, has_tool_call=has_tool_call)
             self._may_admit = True
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
@@ -136,6 +146,7 @@ class Scheduler:
             return self.plan()
         items = self._planner.plan_items(self._running)
         page_copies, row_copies = self._cache.drain_copies()
+        self._planned_s = self._clock()
         return StepPlan(page_copies=page_copies, row_copies=row_copies, items=items)
 
     def apply(self, plan: StepPlan, output: StepOutput) -> None:
@@ -143,6 +154,7 @@ class Scheduler:
         self._opened_since_step.clear()
         stats = self._stats
         stats.num_steps += 1
+        self._measure(plan)
         for item in plan.items:
             request = self._requests.get(item.request_id)
             if request is None or request.cache is None:
@@ -195,6 +207,13 @@ class Scheduler:
     def cache_stats(self) -> CacheStats:
         """The cache's own counts."""
         return self._cache.stats()
+
+    def _measure(self, plan: StepPlan) -> None:
+        """What the step cost, for those who weigh what to keep."""
+        if self._cost is not None:
+            num_tokens = sum(len(item.token_ids) for item in plan.items)
+            pairs = sum(num_pairs(item.start, item.start + len(item.token_ids)) for item in plan.items)
+            self._cost.measured(num_tokens, pairs, self._clock() - self._planned_s)
 
     def _admit(self) -> None:
         self._may_admit = False

@@ -83,11 +83,13 @@ class StepPlanner:
         sequence = request.cache
         assert sequence is not None
         exports: list[tuple[int, int]] = []
-        for boundary in request.boundaries:
-            if start < boundary.position <= end:
-                row = self._cache.reserve_export(sequence, boundary.position, boundary.kind)
+        # Ascending: whether a snapshot is worth its row depends on the ones before it.
+        wanted = {boundary.position: boundary for boundary in (*sequence.boundaries, *request.boundaries)}
+        for position in sorted(wanted):
+            if start < position <= end:
+                row = self._cache.reserve_export(sequence, position, wanted[position].kind)
                 if row is not None:
-                    exports.append((boundary.position, row))
+                    exports.append((position, row))
         return tuple(exports)
 
     def _item(self, request: Request, start: int, end: int, exports: tuple[tuple[int, int], ...]) -> StepItem:

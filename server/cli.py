@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import ClientError
 
 import turnkeep
+from turnkeep.cache.policies import EVICTION_POLICIES
 from turnkeep.clients.chat_client import RequestFailedError
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructions
@@ -115,6 +116,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--memory", type=_size, metavar="SIZE", help="for the cache, for example 2GiB")
     model.add_argument("--max-step-tokens", type=_positive, help="tokens computed in one step")
     model.add_argument("--threads", type=_positive, help="compute threads of the engine (default: all cores)")
+    model.add_argument(
+        "--eviction-policy", choices=EVICTION_POLICIES, default="density", help="what leaves a full cache first: what "
+        "saves fewest seconds a byte as learnt so far (density), the least recently used (lru), or Marconi's rule",
+    )  # fmt: skip
     model.add_argument("--no-prefix-caching", action="store_true", help="compute every turn anew (for comparison)")
 
 
@@ -198,6 +203,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         memory_bytes=options.memory,
         num_threads=options.threads,
         prefix_caching=not options.no_prefix_caching,
+        eviction_policy=options.eviction_policy,
         script=options.script,
     )
     if options.max_step_tokens is not None:
