@@ -76,6 +76,15 @@ class InfoEndpoints:
             raise errors.not_found("There is no conversation of this id.")
         return json_response(cache_report(conversation))
 
+    async def end_conversation(self, request: web.Request) -> web.Response:
+        """The conversation will not go on: what the cache keeps for it may be the first to go. Stored items stay."""
+        root = cache_root(request[TENANT] or None, request.query.get("cache_salt"))
+        conversation_id = request.match_info["id"]
+        if self._service.conversations.find(root, conversation_id) is None:
+            raise errors.not_found("There is no conversation of this id.")
+        self._service.close_conversation(root, conversation_id)
+        return json_response({"id": conversation_id, "object": "conversation.cache.deleted", "deleted": True})
+
     def _model(self, name: str) -> dict[str, Any]:
         return {
             "id": name,
@@ -112,6 +121,7 @@ def make_app(
     app.router.add_get("/v1/models", info.models)
     app.router.add_get("/v1/models/{id:.+}", info.model)
     app.router.add_get("/v1/conversations/{id}/cache", info.conversation_cache)
+    app.router.add_delete("/v1/conversations/{id}/cache", info.end_conversation)
     for path in ("/health", "/v1/health", "/ping", "/ready"):
         app.router.add_get(path, info.health)
     app.router.add_get("/version", info.version)

@@ -20,7 +20,13 @@ from turnkeep.engine.handle import EngineHandle
 from turnkeep.engine.messages import Submit
 from turnkeep.server import errors
 from turnkeep.server.chat_completions import ChatCompletionRequest
-from turnkeep.server.conversations import Conversation, ConversationTable, cache_root, resolve_conversation
+from turnkeep.server.conversations import (
+    Conversation,
+    ConversationTable,
+    cache_root,
+    is_last_turn,
+    resolve_conversation,
+)
 from turnkeep.server.engine_supervisor import EngineSupervisor
 from turnkeep.server.grammar_checker import GrammarChecker
 from turnkeep.server.metrics import ServerMetrics
@@ -92,7 +98,7 @@ class ChatService:
         if self.is_draining:
             refused.labels("draining").inc()
             raise errors.unavailable("The server is shutting down.", retry_after_s=5)
-        if sum(not turn.is_admitted for turn in self._turns) >= self._max_waiting:
+        if len(self._turns) >= self._max_waiting <= sum(not turn.is_admitted for turn in self._turns):
             refused.labels("queue_full").inc()
             raise errors.overloaded(f"{self._max_waiting} requests are waiting already.", retry_after_s=5)
         try:
@@ -145,7 +151,9 @@ class ChatService:
         self._check_tenant(tenant)
         request, prompt, conversation, root = await self.prepare(body, headers, tenant)
         request = await self._with_grammar(request, prompt)
-        return self._submit(request, prompt, conversation, root, arrival_s, tenant)
+        turn = self._submit(request, prompt, conversation, root, arrival_s, tenant)
+        turn.is_last = is_last_turn(headers)
+        return turn
 
     async def start_text(
         self, body: ChatCompletionRequest, text: str | list[int], arrival_s: float, tenant: str = ""
@@ -161,7 +169,9 @@ class ChatService:
     def _check_tenant(self, tenant: str) -> None:
         """Whether a new turn of this tenant may enter. Raises ApiError 503 or 429, before any work is spent on it."""
         self.check_open()
-        num_waiting = sum(not turn.is_admitted and turn.tenant == tenant for turn in self._turns)
+        num_waiting = 0
+        if 2 * len(self._turns) >= self._max_waiting:
+            num_waiting = sum(not turn.is_admitted and turn.tenant == tenant for turn in self._turns)
         try:
             self._limits.check(tenant, num_waiting=num_waiting, max_waiting=self._max_waiting)
         except errors.ApiError:
@@ -235,7 +245,7 @@ class ChatService:
         except Exception:
             # The answer is good whatever happens here; only the next turn would have to compute more.
             log.exception("the stable end of turn %s could not be found", choice.request_id)
-        turn.engine.end_turn(choice.request_id, stable_tokens, bool(answer.get("tool_calls")))
+        turn.engine.end_turn(choice.request_id, stable_tokens)
         self._limits.charge(turn.tenant, len(output_ids) - finished.num_cached_tokens)
         self.metrics.count_finished(finished, choice.ended())
         if turn.conversation is not None and choice.index == 0:
@@ -249,6 +259,8 @@ class ChatService:
                 stable_tokens=stable_tokens,
                 ttft_s=turn.time_to_first_token_s,
             )
+            if turn.is_last:
+                self.close_conversation(turn.conversation.root, turn.conversation.conversation_id)
 
     def _submit_message(self, request: TurnRequest, prompt: Prompt, index: int, limit: int, root: str) -> Submit:
         """Each choice is a request of its own to the engine; only their seeds differ."""

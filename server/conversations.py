@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_ID_BYTES = 256
+FINAL_HEADERS = ("x-conversation-final", "x-dynamo-session-final")
 MAX_TURNS = 64  # turns kept per conversation, for the report
 MAX_BRANCHES = 8  # prompts kept per conversation to compare the next one with
 COMPARED_BLOCK_TOKENS = 1024
@@ -67,6 +68,12 @@ def resolve_conversation(
         name for name, value in signals[1:] if value != chosen and name not in ("prompt_cache_key", *extra_headers)
     )
     return ConversationTag(chosen, source, conflicting, shared=source == "prompt_cache_key")
+
+
+def is_last_turn(headers: Mapping[str, str]) -> bool:
+    """Whether the client says that its conversation ends with this request."""
+    names = {name.lower().replace("_", "-"): value for name, value in headers.items()}
+    return any(names.get(name, "").strip().lower() in ("1", "true") for name in FINAL_HEADERS)
 
 
 def _signals(

@@ -80,6 +80,7 @@ class Turn:
         self.prompt = prompt
         self.conversation = conversation
         self.tenant = tenant
+        self.is_last = False  # the client says that its conversation ends with this turn
         self.choices: list[Choice] = []
         self.is_admitted = False
         self.time_to_first_token_s: float | None = None
@@ -105,7 +106,14 @@ class Turn:
         Raises ApiError when the engine refused the turn or failed; the turn is over then.
         """
         events: list[TurnEvent] = []
-        for choice in await self._wait(math.inf if timeout_s is None else timeout_s):
+        if timeout_s is None:
+            timeout_s = math.inf
+        choices = self.choices
+        if len(choices) > 1:
+            choices = await self._wait(timeout_s)
+        elif not await choices[0].events.wait(timeout_s):
+            return events
+        for choice in choices:
             while (event := choice.events.take()) is not None:
                 if isinstance(event, Tokens):
                     events += self._receive_tokens(choice, event)
@@ -150,10 +158,8 @@ class Turn:
             self._service.metrics.count_finished(finished, None)
 
     async def _wait(self, timeout_s: float) -> list[Choice]:
-        """The choices that have events, once there is one."""
-        running = self.choices
-        if len(running) > 1:
-            running = [choice for choice in running if not choice.is_ended]
+        """Of several choices those that have events, once there is one."""
+        running = [choice for choice in self.choices if not choice.is_ended]
         if len(running) == 1:
             return running if await running[0].events.wait(timeout_s) else []
         for choice in running:

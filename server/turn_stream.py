@@ -24,7 +24,7 @@ from turnkeep.server.turn_events import TurnEvent
 
 log = logging.getLogger(__name__)
 
-SMALL_WRITE_BYTES = 1 << 15  # into an empty buffer a smaller one never waits
+SMALL_WRITE_BYTES = 1 << 15
 
 
 class EventSource(Protocol):
@@ -83,19 +83,24 @@ class TurnStream:
         events: list[TurnEvent],
     ) -> None:
         last_write_s = -math.inf
+        transport = request.transport
         while True:
             data = shape.encode(events)
             if source.is_complete:
                 # In one write with the end of the body: clients stop reading at the last event.
                 await self._send(request, response.write_eof, data + shape.end())
                 return
-            silent_s = time.monotonic() - last_write_s
-            if not data and silent_s >= self._config.comment_interval_s:
+            now_s = time.monotonic()
+            if not data and now_s - last_write_s >= self._config.comment_interval_s:
                 data = event_stream.KEEP_ALIVE
             if data:
-                await self._send(request, response.write, data)
-                last_write_s, silent_s = time.monotonic(), 0.0
-            events = await source.next_events(self._config.comment_interval_s - silent_s)
+                # Into an empty buffer a small piece never waits: almost every token goes this way.
+                if transport is not None and len(data) < SMALL_WRITE_BYTES and not transport.get_write_buffer_size():
+                    await response.write(data)
+                else:
+                    await self._send(request, response.write, data)
+                last_write_s = now_s
+            events = await source.next_events(self._config.comment_interval_s - (now_s - last_write_s))
 
     async def _send(
         self, request: web.Request, write: Callable[[bytes], Coroutine[Any, Any, None]], data: bytes
@@ -103,9 +108,8 @@ class TurnStream:
         """Write, and give a client up that has not taken anything for long. What waits for it stays small: tokens are
         merged while a write waits, and a write waits from 64 KiB on. Raises ConnectionError."""
         transport = request.transport
-        if transport is None or (not transport.get_write_buffer_size() and len(data) < SMALL_WRITE_BYTES):
-            await write(data)
-            return
+        if transport is None:
+            raise ConnectionResetError("the connection is closed")
         try:
             async with asyncio.timeout(self._config.write_timeout_s):
                 await write(data)
