@@ -1,6 +1,6 @@
 """Responses that run without a client: their events are kept for a while, to be followed and followed again.
 
-Bounded: ended runs go after a time, the oldest first beyond a number. What is stored stays in the store.
+Bounded: ended runs go after a time, the oldest first beyond a number of runs or events. What is stored stays there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from turnkeep.server.stores import StoreDownError, StoredResponse
 log = logging.getLogger(__name__)
 
 MAX_ENDED_RUNS = 256
+MAX_ENDED_EVENTS = 200_000  # of all ended runs together; some hundred bytes each
 ENDED_RUN_TTL_S = 600.0
 
 Key = tuple[str, str]  # tenant, response id
@@ -124,11 +125,12 @@ class BackgroundRuns:
 
     def _forget(self) -> None:
         limit_s = self._service.clock() - ENDED_RUN_TTL_S
-        ended = [key for key, one in self._runs.items() if one.ended_s is not None]
-        surplus = len(ended) - MAX_ENDED_RUNS
-        for position, key in enumerate(ended):
-            ended_s = self._runs[key].ended_s
-            if position < surplus or (ended_s is not None and ended_s < limit_s):
+        num_runs = num_events = 0
+        for key, one in reversed(list(self._runs.items())):
+            if one.ended_s is None:
+                continue
+            num_runs, num_events = num_runs + 1, num_events + len(one.events)
+            if one.ended_s < limit_s or num_runs > MAX_ENDED_RUNS or num_events > MAX_ENDED_EVENTS:
                 del self._runs[key]
 
 

@@ -16,6 +16,7 @@ from live_server import LiveServer, live_server, saying
 from response_events import read_events, read_until
 from scripted_engine import Script
 
+from turnkeep.server.responses import background
 from turnkeep.server.text_model import TextModel
 
 RESPONSES = "/v1/responses"
@@ -344,3 +345,21 @@ async def test_other_keys_do_not_reach_what_is_stored(text_model: TextModel) -> 
         with pytest.raises(openai.BadRequestError):
             await two.responses.create(model="demo", input=reference)
         assert (await one.responses.retrieve(response.id)).id == response.id
+
+
+@pytest.mark.parametrize("bound", ["MAX_ENDED_RUNS", "MAX_ENDED_EVENTS", "ENDED_RUN_TTL_S"])
+async def test_events_of_ended_runs_are_bounded(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    ids = []
+    for _ in range(3):
+        response = await server.client.responses.create(model="demo", input="x", background=True)
+        ids.append(response.id)
+        await server.until(lambda: server.service.num_open_turns == 0)
+    assert [(await server.get(f"{RESPONSES}/{id}?stream=true"))[0] for id in ids] == [200, 200, 200]
+    num_events = [len(read_events((await server.get(f"{RESPONSES}/{id}?stream=true"))[1].encode())) for id in ids]
+    limits = {"MAX_ENDED_RUNS": 2, "MAX_ENDED_EVENTS": sum(num_events[1:]), "ENDED_RUN_TTL_S": -1.0}
+    monkeypatch.setattr(background, bound, limits[bound])
+    expected = [400, 400, 400] if bound == "ENDED_RUN_TTL_S" else [400, 200, 200]
+    assert [(await server.get(f"{RESPONSES}/{id}?stream=true"))[0] for id in ids] == expected
+    assert [(await server.client.responses.retrieve(id)).status for id in ids] == ["completed"] * 3
