@@ -131,7 +131,9 @@ def select_format(
     called = "" if template is None else _render(template, content=CONTENT_MARK, call=True)
     reasoned = "" if template is None else _render(template, reasoning=REASON_MARK, content=CONTENT_MARK)
     source = "" if template is None else template.source
-    calls = tool_call_parser or (HARMONY if reasoning_parser == HARMONY else _find_syntax(source, called))
+    calls = tool_call_parser or (
+        HARMONY if reasoning_parser == HARMONY else _find_syntax(source, _printed_answer(template, called))
+    )
     if HARMONY in (calls, reasoning_parser):
         return OutputFormat(has_reasoning=True, is_harmony=True)
     syntax = CALL_SYNTAXES[calls]
@@ -155,11 +157,11 @@ def select_format(
     )
 
 
-def _find_syntax(source: str, called: str) -> str:
-    """The name of the syntax in which the template prints a call; without a sign of any, the most usual one."""
+def _find_syntax(source: str, printed: str) -> str:
+    """The name of the syntax of a printed call, or else of calls that the template knows of; without a sign of any,
+    the most usual one."""
     if all(word in source for word in (harmony_parser.CHANNEL, harmony_parser.MESSAGE, harmony_parser.START)):
         return HARMONY
-    printed = called[called.rfind(CONTENT_MARK) if CONTENT_MARK in called else 0 :]
     for text in (printed, source):
         if FUNCTION in text and (PARAMETER in text or text is printed):
             return "qwen3_coder"
@@ -168,15 +170,22 @@ def _find_syntax(source: str, called: str) -> str:
                 return name
         if CALL in text:
             return "hermes"
-    bare = _call_alone(called)
+    bare = _call_alone(printed)
     if bare.startswith("{") and NAME_MARK in bare:
         return "llama3_json" if '"parameters"' in bare else "json"
     return "json" if bare.startswith("[{") else "hermes"
 
 
-def _call_alone(called: str) -> str:
-    """What is printed from the first bracket of the last line that names the probe's call; empty if text is before."""
-    line = next((line for line in reversed(called.splitlines()) if NAME_MARK in line), "")
+def _printed_answer(template: ChatTemplate | None, called: str) -> str:
+    """What the template adds for an answer that makes a call."""
+    asked = "" if template is None else _render(template, tools=True)
+    differ = (position for position, pair in enumerate(zip(asked, called, strict=False)) if pair[0] != pair[1])
+    return called[next(differ, min(len(asked), len(called))) :]
+
+
+def _call_alone(printed: str) -> str:
+    """The line that names the probe's call from its first bracket on; empty if words stand before."""
+    line = next((line for line in reversed(printed.splitlines()) if NAME_MARK in line), "")
     head, bracket, rest = line.partition("{")
     words = "".join(character for character in head if character.isalnum())
     is_header = head.endswith((">", "]", "[")) or not words
@@ -190,18 +199,27 @@ def _find_think_tags(source: str, reasoned: str) -> tuple[str, str] | None:
     return next((tags for tags in THINK_TAGS.values() if tags[0] in source or tags[1] in source), None)
 
 
-def _render(template: ChatTemplate, *, content: str, reasoning: str | None = None, call: bool = False) -> str:
-    answer: dict[str, Any] = {"role": "assistant", "content": content}
+def _render(
+    template: ChatTemplate,
+    *,
+    content: str | None = None,
+    reasoning: str | None = None,
+    call: bool = False,
+    tools: bool = False,
+) -> str:
+    """A question, and with a content its answer. Empty when the template refuses it."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "A"}]
+    if content is not None:
+        messages.append({"role": "assistant", "content": content})
     if reasoning is not None:
-        answer["reasoning_content"] = reasoning
-    tools = None
+        messages[-1]["reasoning_content"] = reasoning
     if call:
         function = {"name": NAME_MARK, "arguments": {"x": 1}}
-        answer["tool_calls"] = [{"id": PROBE_CALL_ID, "type": "function", "function": function}]
-        schema = {"name": NAME_MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
-        tools = [{"type": "function", "function": schema}]
+        messages[-1]["tool_calls"] = [{"id": PROBE_CALL_ID, "type": "function", "function": function}]
+    schema = {"name": NAME_MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
+    offered = [{"type": "function", "function": schema}] if call or tools else None
     try:
-        return template.render([{"role": "user", "content": "A"}, answer], tools=tools, add_generation_prompt=False)
+        return template.render(messages, tools=offered, add_generation_prompt=False)
     except TemplateError:
         return ""
 

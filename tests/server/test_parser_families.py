@@ -14,6 +14,7 @@ import pytest
 from text_fixtures import byte_level_json
 
 from turnkeep.server.chat_messages import normalize_messages
+from turnkeep.server.chat_template import ChatTemplate
 from turnkeep.server.cli import make_parser, server_config
 from turnkeep.server.parsers import Answer, AnswerParser, OutputFormat, collect, select_format
 from turnkeep.server.parsers.call_syntax import MAX_NAME_CHARS
@@ -356,6 +357,15 @@ def test_harmony_goes_on_where_the_prompt_ends(tail: str) -> None:
     parser = FAMILIES["harmony"].form.new_parser("<|message|>x<|end|>" + tail, tool_names=None)
     text = "so" if tail.endswith("<|message|>") else "final<|message|>so"
     assert collect([*parser.push(text), *parser.finish("stop")]) == answer("so")
+
+
+def test_tools_that_a_template_prints_on_the_same_line_are_not_taken_for_the_form_of_calls() -> None:
+    source = (
+        "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}"
+        " %s{{ call.function | tojson }}{% endfor %}{% endfor %}"
+    )
+    assert select_format(ChatTemplate(source.replace("%s", "calls "))).syntax == FAMILIES["hermes"].form.syntax
+    assert select_format(ChatTemplate(source.replace(" %s", "{{ '\\n' }}"))).syntax == FAMILIES["json"].form.syntax
 
 
 def test_the_command_line_names_parsers_in_place_of_the_templates() -> None:
