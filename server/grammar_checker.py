@@ -59,7 +59,8 @@ class GrammarChecker:
         wrong = await self._check(grammar, vocab_size)
         if wrong:
             param = "tools" if rules.answer is None else rules.param
-            raise errors.bad_request(f"{param} cannot be used as a grammar: {errors.shorten(wrong, 400)}", param)
+            message = f"The output cannot be held to this form: {errors.shorten(wrong, 400)}"
+            raise errors.bad_request(message, param)
         return grammar
 
     async def close(self) -> None:

@@ -15,6 +15,7 @@ from text_fixtures import MARKUP, TEMPLATES, byte_level_json
 from turnkeep.server.chat_completions import convert_request
 from turnkeep.server.errors import ApiError
 from turnkeep.server.output_rules import OutputRules, output_rules
+from turnkeep.server.parsers import OutputFormat
 from turnkeep.server.structured_output import CallLayout, GrammarWriter, find_call_layout
 from turnkeep.server.text_model import TextModel
 
@@ -195,6 +196,15 @@ def test_calls_of_a_form_that_cannot_be_kept_are_refused_not_guessed_at(name: st
     with pytest.raises(ApiError, match="cannot be constrained"):
         case(name).takes(REQUIRED, "")
     assert case(name).takes(ANSWER, '{"order": "B"}')
+
+
+def test_channels_are_refused_but_bare_texts_are_not() -> None:
+    text_model = case("chatml:tokens").text_model
+    channels = OutputFormat(has_reasoning=True, is_harmony=True)
+    writer = GrammarWriter(text_model.template, text_model.tokenizer, channels, frozenset())
+    with pytest.raises(ApiError, match="in channels"):
+        writer.write(ANSWER, [], "<|start|>assistant")
+    assert '"json_schema"' in writer.write(ANSWER, [], None)
 
 
 @pytest.mark.parametrize(
