@@ -32,8 +32,13 @@ def to_messages(items: Iterable[Item], instructions: str | None = None) -> list[
             answer = None
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
         elif kind == "compaction":
+            summary = read_encrypted(item)
+            if summary is None:  # another server's
+                continue
             answer = None
-            messages.append({"role": "user", "content": read_encrypted(item) or ""})
+            messages.append({"role": "user", "content": summary})
+        elif kind == "reasoning" and not reasoning_of(item):
+            continue
         elif kind in ("message", "reasoning", "function_call", "custom_tool_call"):
             # Two texts in a row are two messages; everything else that follows belongs to the same one.
             begins = answer is None or (last_kind == "message" and kind in ("message", "reasoning"))
