@@ -1,4 +1,5 @@
-"""A tokenizer file rebuilt from the tokenizer metadata of a GGUF file, for byte-level BPE vocabularies.
+"""A tokenizer file rebuilt from the tokenizer metadata of a GGUF file, for byte-level BPE vocabularies; those of Gemma
+are built by `gguf_sentencepiece.py`.
 
 Gives the text of a `tokenizer.json`. Torch-free. The pre-tokenizer is chosen by the name in the metadata; a name
 that is not known here is an error, because splitting text in another way silently gives other tokens.
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
+
+from turnkeep.models.gguf_sentencepiece import sentencepiece_json
 
 # Token types of GGUF vocabularies.
 CONTROL, USER_DEFINED = 3, 4
@@ -93,17 +96,17 @@ def _added_tokens(tokens: list[str], token_types: list[int]) -> list[dict[str, A
 def tokenizer_json(metadata: Mapping[str, Any]) -> str:
     """The `tokenizer.json` text for this metadata. Raises TokenizerMetadataError."""
     kind = metadata.get("tokenizer.ggml.model")
+    if kind == "llama" and str(metadata.get("general.architecture")).startswith("gemma"):
+        return _sentencepiece(metadata)
     if kind != "gpt2":
         raise TokenizerMetadataError(
-            f"tokenizer model {kind!r} is not supported, only 'gpt2' (byte-level BPE); "
+            f"tokenizer model {kind!r} is not supported, only 'gpt2' (byte-level BPE) and that of Gemma; "
             "use the model's Hugging Face folder instead"
         )
     tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
     if not tokens or not merges:
         raise TokenizerMetadataError("the metadata has no tokens or no merges")
-    token_types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if len(token_types) != len(tokens):
-        raise TokenizerMetadataError(f"the metadata has {len(tokens)} tokens but {len(token_types)} token types")
+    token_types = _token_types(metadata, tokens)
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
     document = {
         "version": "1.0",
@@ -129,3 +132,20 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> str:
         },
     }
     return json.dumps(document, ensure_ascii=False)
+
+
+def _token_types(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
+    token_types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(token_types) != len(tokens):
+        raise TokenizerMetadataError(f"the metadata has {len(tokens)} tokens but {len(token_types)} token types")
+    return token_types
+
+
+def _sentencepiece(metadata: Mapping[str, Any]) -> str:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise TokenizerMetadataError("the metadata has no tokens")
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        raise TokenizerMetadataError("vocabularies that put a space before a text are not supported")
+    added = _added_tokens(tokens, _token_types(metadata, tokens))
+    return sentencepiece_json(metadata, added, _post_processor(metadata, tokens))
