@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from functools import cache
@@ -11,10 +12,14 @@ import pytest
 from family_templates import FAMILY_NAMES, FamilyCase, FamilyConversation, family_case
 from text_fixtures import NOW, TOOLS
 
+from turnkeep.scheduler.request import SamplingParams
+from turnkeep.server.answer_text import AnswerText
 from turnkeep.server.chat_messages import normalize_messages
 from turnkeep.server.parsers import collect, select_format
 from turnkeep.server.parsers.output_format import CALL_SYNTAXES
 from turnkeep.server.prompts import PromptEncoder
+from turnkeep.server.text_model import TextModel
+from turnkeep.server.turn_request import TurnRequest
 
 NUM_HISTORIES = 5
 
@@ -165,3 +170,35 @@ def test_an_echoed_answer_renders_to_the_text_that_was_generated(name: str, cont
         message["content"] = content
     echoed = normalize_messages([message])
     assert encoder.encode([*asked, *echoed], tools=tools, now=NOW, add_generation_prompt=False).text == text
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_calls_are_found_in_a_models_tokens_whatever_of_their_markup_is_special(name: str) -> None:
+    case = family_case(name)
+    end_id = case.tokenizer.token_id(case.family.calls_end or case.family.end)
+    assert end_id is not None
+    texts = TextModel(
+        case.tokenizer_json, case.template.source, name=name, bos_token="<|bos|>", eos_token="<|eos|>",
+        eos_token_ids=[end_id],
+    )  # fmt: skip
+    function = {"name": "find_order", "arguments": {"order": "a {7}"}}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    request = TurnRequest(
+        messages=[{"role": "user", "content": "Go"}],
+        sampling=SamplingParams(max_new_tokens=100),
+        tools=TOOLS,
+        tool_names=frozenset({"find_order"}),
+    )
+    prompt = texts.prepare(request, memory_key=None, now=NOW)
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    whole = texts.encoder.encode([*request.messages, answer], tools=TOOLS, now=NOW, add_generation_prompt=False).text
+    # Where history prints another header than the generation prompt, the call's own tag comes first.
+    start = whole.rindex("<", 0, whole.rindex("find_order"))
+    body = prompt.encoded.text if whole.startswith(prompt.encoded.text) else whole[:start]
+    output = AnswerText(texts, request, prompt, (end_id,), 0)
+    for token_id in case.tokenizer.encode(whole[len(body) :].removesuffix("\n")):
+        output.push([token_id], None)
+    output.finish("stop")
+    message = output.collected.message()
+    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"order": "a {7}"}]
+    assert output.end_reason == "tool_calls"
