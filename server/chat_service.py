@@ -245,7 +245,7 @@ class ChatService:
         except Exception:
             # The answer is good whatever happens here; only the next turn would have to compute more.
             log.exception("the stable end of turn %s could not be found", choice.request_id)
-        turn.engine.end_turn(choice.request_id, stable_tokens)
+        turn.engine.end_turn(choice.request_id, stable_tokens, bool(answer.get("tool_calls")))
         self._limits.charge(turn.tenant, len(output_ids) - finished.num_cached_tokens)
         self.metrics.count_finished(finished, choice.ended())
         if turn.conversation is not None and choice.index == 0:
