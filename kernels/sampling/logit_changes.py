@@ -38,15 +38,15 @@ def _change_row(logits: torch.Tensor, row: SamplingRow) -> None:
         seen, counts = torch.unique(_ids(row.output_ids, logits), return_counts=True)
         logits[seen] -= row.frequency_penalty * counts.to(logits.dtype) + row.presence_penalty
     if row.allowed_bits is not None:
-        logits.masked_fill_(~_allowed(row.allowed_bits, logits), -torch.inf)
+        logits.masked_fill_(_not_allowed(row.allowed_bits, logits), -torch.inf)
 
 
-def _allowed(bits: bytes, logits: torch.Tensor) -> torch.Tensor:
-    """Bits of a vocabulary as bool [V]."""
+def _not_allowed(bits: bytes, logits: torch.Tensor) -> torch.Tensor:
+    """The tokens without their bit as bool [V]. Turned round while they are bits: there are eight times fewer."""
     if 8 * len(bits) < logits.shape[0]:
         raise ValueError(f"{8 * len(bits)} bits of allowed tokens for a vocabulary of {logits.shape[0]}")
-    values = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=logits.shape[0], bitorder="little")
-    return torch.from_numpy(values).to(logits.device, torch.bool)
+    missing = np.unpackbits(~np.frombuffer(bits, dtype=np.uint8), count=logits.shape[0], bitorder="little")
+    return torch.from_numpy(missing.view(np.bool_)).to(logits.device)
 
 
 def _ids(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
