@@ -79,7 +79,7 @@ class OutputParser:
         if self._state != "call" and not (self._prefix or self._after_call or self._backlog or may_begin_bare):
             plain = self._text + text
             # The usual piece: no tag can begin in it, and it does not end in blanks, which may belong to a tag.
-            if plain and len(plain) <= BLOCK_CHARS and not plain[-1].isspace() and _holds_none(plain, self._tag_starts):
+            if plain and len(plain) <= BLOCK_CHARS and not plain[-1].isspace() and self._tag_starts.isdisjoint(plain):
                 self._text = ""
                 if self._state == "content":
                     self._has_content = True
@@ -324,10 +324,6 @@ class OutputParser:
 
 def _blocks(text: str) -> Iterator[str]:
     return (text[start : start + BLOCK_CHARS] for start in range(0, len(text), BLOCK_CHARS))
-
-
-def _holds_none(text: str, characters: frozenset[str]) -> bool:
-    return all(character not in text for character in characters)
 
 
 def _first_of(text: str, tags: Sequence[str]) -> tuple[int, str | None]:
