@@ -123,6 +123,11 @@ class GGUFSource:
         return {}
 
     def tokenizer_json(self) -> str:
+        return self._tokenizer_text
+
+    @cached_property
+    def _tokenizer_text(self) -> str:
+        # Kept: the merges of a large sentencepiece vocabulary take seconds to find.
         try:
             return tokenizer_json(self.header.metadata)
         except TokenizerMetadataError as error:
