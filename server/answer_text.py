@@ -75,7 +75,7 @@ class AnswerText:
         """As push(), for what almost every event is: one token, without logprobs."""
         self.output_ids.append(token_id)
         self.num_output_tokens += 1
-        text = "" if token_id in self._stop_token_ids else self._detokenizer.push((token_id,))
+        text = "" if token_id in self._stop_token_ids else self._detokenizer.push_one(token_id)
         parsed = self._parser.push(self._stop_strings.push(text)) if text else []
         kind = parsed[0].kind if len(parsed) == 1 else None
         if kind == "content":

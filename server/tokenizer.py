@@ -165,11 +165,15 @@ class Detokenizer:
     def push(self, ids: Iterable[int]) -> str:
         """Text that became complete with these tokens."""
         wanted = [i for i in ids if i not in self._skip_ids]
-        if len(wanted) == 1 and self._utf8 is not None:
-            return self._utf8.decode(self._tokenizer.token_bytes(wanted[0]))
         if self._utf8 is not None:
             return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, wanted)))
         return "".join(map(self._push_one, wanted))
+
+    def push_one(self, token_id: int) -> str:
+        """As push() of one token."""
+        if self._utf8 is None:
+            return self.push((token_id,))
+        return "" if token_id in self._skip_ids else self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
         """What was still held, at the end of the sequence."""
