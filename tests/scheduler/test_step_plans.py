@@ -124,13 +124,24 @@ def test_a_one_token_chunk_that_exports_is_not_packed_with_the_decodes() -> None
 def test_history_is_only_in_plans_of_requests_with_penalties() -> None:
     bench = make_bench()
     bench.scheduler.submit(make_request("plain", 6, salt=1))
-    bench.scheduler.submit(make_request("penalised", 6, salt=2, presence_penalty=0.5))
+    bench.scheduler.submit(make_request("repeating", 6, salt=2, repetition_penalty=1.5))
     planned(bench)
-    plain, penalised = planned(bench).items
+    plain, repeating = planned(bench).items
     assert plain.history is None
-    assert penalised.history is not None
-    assert len(penalised.history.prompt_ids) == 6
-    assert len(penalised.history.output_ids) == 1
+    assert repeating.history is not None
+    assert len(repeating.history.prompt_ids) == 6
+    assert len(repeating.history.output_ids) == 1
+
+
+def test_a_history_without_repetition_penalty_leaves_the_prompt_out() -> None:
+    # Presence and frequency look at the output alone; a long prompt must not be copied at every step for them.
+    bench = make_bench()
+    bench.scheduler.submit(make_request("present", 6, salt=2, presence_penalty=0.5))
+    planned(bench)
+    (present,) = planned(bench).items
+    assert present.history is not None
+    assert present.history.prompt_ids == []
+    assert len(present.history.output_ids) == 1
 
 
 def test_the_next_turn_of_a_conversation_computes_its_new_tokens_only() -> None:
