@@ -84,6 +84,7 @@ class TurnStream:
     ) -> None:
         last_write_s = -math.inf
         transport = request.transport
+        is_chunked = response.headers.get("Transfer-Encoding") == "chunked"
         while True:
             data = shape.encode(events)
             if source.is_complete:
@@ -94,9 +95,17 @@ class TurnStream:
             if not data and now_s - last_write_s >= self._config.comment_interval_s:
                 data = event_stream.KEEP_ALIVE
             if data:
-                # Into an empty buffer a small piece never waits: almost every token goes this way.
-                if transport is not None and len(data) < SMALL_WRITE_BYTES and not transport.get_write_buffer_size():
-                    await response.write(data)
+                # Into an empty buffer a small piece never waits: almost every token goes this way, as an HTTP chunk
+                # of its own. The first write carries the head of the answer and is left to the framework.
+                if (
+                    is_chunked
+                    and transport is not None
+                    and last_write_s > -math.inf
+                    and len(data) < SMALL_WRITE_BYTES
+                    and not transport.get_write_buffer_size()
+                    and not transport.is_closing()
+                ):
+                    transport.write(b"%x\r\n%b\r\n" % (len(data), data))
                 else:
                     await self._send(request, response.write, data)
                 last_write_s = now_s
