@@ -17,6 +17,8 @@ from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.snapshot import Snapshot
 from turnkeep.cache.spec import CacheSpec
 
+MIN_AGE_S = 1.0  # what was used this moment must not make all others look equally old
+
 
 class FlopPerBytePolicy:
     """An EvictionPolicy. Pages of models without state go in least recently used order."""
@@ -58,11 +60,11 @@ class FlopPerBytePolicy:
         if not self._alpha:
             return min(self._snapshots, key=lambda snapshot: snapshot.last_used_s)
         now_s = self._clock()
-        best_recency = max(1 / max(now_s - snapshot.last_used_s, 1e-3) for snapshot in self._snapshots)
+        best_recency = max(1 / max(now_s - snapshot.last_used_s, MIN_AGE_S) for snapshot in self._snapshots)
         best_efficiency = max(max(self._snapshots.values()), 1e-300)
 
         def utility(snapshot: Snapshot) -> float:
-            recency = 1 / max(now_s - snapshot.last_used_s, 1e-3)
+            recency = 1 / max(now_s - snapshot.last_used_s, MIN_AGE_S)
             return recency / best_recency + self._alpha * self._snapshots[snapshot] / best_efficiency
 
         return min(self._snapshots, key=utility)
