@@ -73,7 +73,7 @@ class SteppedEngine:
         for prompt in prompts:
             request_id = f"r{next(self._ids)}"
             order.append(request_id)
-            kinds = tuple(Boundary(p, "turn_start") for p in boundaries if p <= len(prompt))
+            kinds = tuple(Boundary(p, "declared") for p in boundaries if p <= len(prompt))
             self.loop.receive(
                 Submit(
                     request_id=request_id,
