@@ -23,6 +23,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int = 512  # tokens computed in one step: prefill chunks share it with decodes
     num_threads: int | None = None  # None: all cores
     prefix_caching: bool = True
-    eviction_policy: EvictionPolicyName = "density"
+    eviction_policy: EvictionPolicyName = "lru"
     script: str | None = None  # a file with rules that take the place of the model; `model` is then only its text
     start_number: int = 0  # engines that the server had started before this one
