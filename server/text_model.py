@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import turnkeep
@@ -111,10 +111,16 @@ class TextModel:
         return Prompt(encoded, boundaries, now)
 
     def prepare_text(self, text: str) -> Prompt:
-        """A bare text to be continued; what spells a control token in it is one. Raises ApiError when it is empty."""
+        """A bare text to be continued, after what the tokenizer puts before a text, unless the text begins with it.
+
+        What spells a control token in it is one. Raises ApiError when it is empty.
+        """
         encoded = self.encoder.encode_text(text, Guarded([], None, None))
         if not encoded.token_ids:
             raise errors.bad_request("The prompt must not be empty.", "prompt")
+        opening = self.tokenizer.opening_ids
+        if encoded.token_ids[: len(opening)] != opening:
+            encoded = replace(encoded, token_ids=[*opening, *encoded.token_ids])
         return Prompt(encoded, (), 0.0, is_chat=False)
 
     def prepare_tokens(self, token_ids: list[int]) -> Prompt:

@@ -65,6 +65,15 @@ class Tokenizer:
         decoder = self._description.get("decoder") or {}
         self.is_byte_level: bool = decoder.get("type") == "ByteLevel"
         self._bytes: dict[int, bytes] = {}
+        self.opening_ids: list[int] = self._opening_ids()
+
+    def _opening_ids(self) -> list[int]:
+        """What the tokenizer puts before a bare text (a begin token, with most families that have one), or nothing."""
+        for probe, text in self._added_text.items():  # a token of the file's own: not every vocabulary has letters
+            framed: list[int] = self._backend.encode(text, add_special_tokens=True).ids
+            if framed.count(probe) == 1 and self._backend.encode(text, add_special_tokens=False).ids == [probe]:
+                return framed[: framed.index(probe)]
+        return []
 
     def _delimits(self, text: str) -> bool:
         """Whether a token surely ends where it ends: blank ones merge into longer ones, a prefix of another one may."""

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 from live_server import LiveServer, events, live_server, saying, user
+from text_fixtures import byte_level_json
 
 from turnkeep.engine.messages import Submit
 from turnkeep.server.text_model import TextModel
@@ -161,3 +162,11 @@ async def test_an_engine_that_dies_is_an_error_of_the_official_client(text_model
         with pytest.raises(openai.APIError):
             await read()
         await server.until(lambda: server.service.num_open_turns == 0)
+
+
+def test_a_bare_text_begins_once_with_what_the_tokenizer_puts_before_texts() -> None:
+    model = TextModel(byte_level_json(), None, name="begins", bos_token="<|bos|>", eos_token=None, eos_token_ids=())
+    begin = model.tokenizer.token_id("<|bos|>")
+    plain = model.tokenizer.encode("the order")
+    assert model.prepare_text("the order").encoded.token_ids == [begin, *plain]
+    assert model.prepare_text("<|bos|>the order").encoded.token_ids == [begin, *plain]
