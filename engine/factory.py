@@ -18,7 +18,7 @@ from turnkeep.engine.grammar import GrammarMatchers
 from turnkeep.engine.loop import EngineLoop
 from turnkeep.engine.messages import FromEngine, Loading, Ready
 from turnkeep.engine.runner import Model, ModelRunner
-from turnkeep.engine.sizing import PoolSizes, engine_spec, size_pools
+from turnkeep.engine.sizing import PoolSizes, check_memory, engine_spec, size_pools
 from turnkeep.models.catalog import find_model
 from turnkeep.models.config import ModelConfig
 from turnkeep.models.weights import load_model
@@ -64,6 +64,7 @@ def resolve_dtype(dtype: str | None) -> str:
 def resolve_sizes(config: EngineConfig, model_config: ModelConfig, dtype: str) -> PoolSizes:
     """Pool sizes for this machine. Raises NotEnoughMemory."""
     memory_bytes = default_memory_bytes() if config.memory_bytes is None else config.memory_bytes
+    check_memory(memory_bytes)
     spec = engine_spec(model_config, config, dtype)
     return size_pools(spec, config, model_config.max_position_embeddings, memory_bytes)
 

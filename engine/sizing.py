@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
 from turnkeep.engine.config import EngineConfig
+from turnkeep.engine.environment import available_memory_bytes
 from turnkeep.models.config import ModelConfig
 
 MIB = 1024 * 1024
@@ -24,6 +25,19 @@ MAX_POOL_ROWS = 1 << 16
 
 class NotEnoughMemory(ValueError):
     """The memory holds not even one request of a useful length; the message has the numbers."""
+
+
+def check_memory(memory_bytes: int) -> None:
+    """Pools take memory only where they are written, so too much of it would show as a kill under load, hours later.
+
+    Raises NotEnoughMemory with both numbers.
+    """
+    available = available_memory_bytes()
+    if available is not None and memory_bytes > available:
+        raise NotEnoughMemory(
+            f"not enough memory: the cache is to take {memory_bytes / MIB:,.0f} MiB, the machine has "
+            f"{available / MIB:,.0f} MiB available"
+        )
 
 
 @dataclass(slots=True, frozen=True)

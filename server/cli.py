@@ -29,11 +29,13 @@ from turnkeep.engine.sizing import POOL_DTYPES
 from turnkeep.models.catalog import MODEL_NAMES, ModelFilesError, ModelNotFound, find_model
 from turnkeep.models.config import ConfigError
 from turnkeep.models.hub import fetch_model, is_hub_id
+from turnkeep.server.chat_template import TemplateError
 from turnkeep.server.config import DEFAULT_HOST, DEFAULT_PORT, ServerConfig, parse_size
 from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging
 from turnkeep.server.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from turnkeep.server.serve import PortTakenError, RunningServer, serve_until_signal
+from turnkeep.server.tokenizer import TokenizerError
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
     except (CommandError, ModelNotFound, ModelFilesError, EngineStartError, RequestFailedError, ClientError) as error:
         return _fail(str(error))
+    except (TemplateError, TokenizerError) as error:
+        return _fail(f"the model's files cannot be used: {error}")
     except PortTakenError as error:
         return _fail(str(error))
     except OSError as error:

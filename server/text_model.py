@@ -121,7 +121,7 @@ class TextModel:
         opening = self.tokenizer.opening_ids
         if encoded.token_ids[: len(opening)] != opening:
             encoded = replace(encoded, token_ids=[*opening, *encoded.token_ids])
-        return Prompt(encoded, (), 0.0, is_chat=False)
+        return _bare_prompt(encoded)
 
     def prepare_tokens(self, token_ids: list[int]) -> Prompt:
         """The same for token ids, which are taken as they are. Raises ApiError for one that does not exist."""
@@ -130,7 +130,7 @@ class TextModel:
             raise errors.bad_request(f"A token id is at least 0 and less than {limit}.", "prompt")
         text = self.tokenizer.decode(token_ids)
         encoded = EncodedPrompt(text, token_ids, Guarded([], None, None), DEFAULT_SETTING, [], [], [], len(token_ids))
-        return Prompt(encoded, (), 0.0, is_chat=False)
+        return _bare_prompt(encoded)
 
     def turn_end(self, request: TurnRequest, prompt: Prompt, answer: dict[str, object], output_ids: list[int]) -> int:
         """How many tokens of prompt + output the next prompt will repeat when the client sends `answer` back."""
@@ -150,3 +150,10 @@ class TextModel:
             self._token_texts[token_id] = (text, tuple(text.encode()) if whole else None)
         text, raw = self._token_texts[token_id]
         return TokenText(text, raw, logprob)
+
+
+def _bare_prompt(encoded: EncodedPrompt) -> Prompt:
+    """The same text asked again, or for several answers, resumes before its last token."""
+    position = len(encoded.token_ids) - 1
+    boundaries = (Boundary(position, "turn_start"),) if position > 0 else ()
+    return Prompt(encoded, boundaries, 0.0, is_chat=False)

@@ -6,6 +6,7 @@ Leaving a turn early aborts its requests in the engine. Knows the engine by its 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from types import TracebackType
@@ -23,6 +24,8 @@ from turnkeep.server.turn_request import TurnRequest
 
 if TYPE_CHECKING:
     from turnkeep.server.chat_service import ChatService
+
+log = logging.getLogger(__name__)
 
 
 class Choice:
@@ -210,6 +213,7 @@ class Turn:
             )
         if self._service.is_draining or finished.reason == "abort":
             return errors.unavailable("The server is shutting down.", retry_after_s=5)
+        log.error("request %s failed in the engine: %s", finished.request_id, message or "no reason given")
         # The wording is one that most clients take for transient and retry.
         error = errors.unavailable("Internal server error: the engine stopped while it worked on this request.")
         error.code = "server_error"

@@ -31,6 +31,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_SALT_CHARS = 256
+MIN_REPETITION_PENALTY = 0.01
+MIN_TEMPERATURE = 1e-4
 UNBOUNDED_TOKENS = 2**31 - 1
 
 
@@ -176,7 +178,7 @@ def _sampling(request: ChatCompletionRequest, defaults: SamplingDefaults, vocab_
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
-        temperature=pick("temperature", 0, 2, defaults.temperature),
+        temperature=_temperature(pick("temperature", 0, 2, defaults.temperature)),
         top_p=pick("top_p", 0, 1, defaults.top_p, above=True),
         top_k=_top_k(request.top_k, defaults.top_k),
         min_p=pick("min_p", 0, 1, defaults.min_p),
@@ -185,10 +187,16 @@ def _sampling(request: ChatCompletionRequest, defaults: SamplingDefaults, vocab_
         ignore_eos=bool(request.ignore_eos),
         frequency_penalty=pick("frequency_penalty", -2, 2, 0.0),
         presence_penalty=pick("presence_penalty", -2, 2, 0.0),
-        repetition_penalty=pick("repetition_penalty", 0, 10, defaults.repetition_penalty, above=True),
+        # Logits are divided by it: what is tiny makes them infinite, and the model's word is lost.
+        repetition_penalty=pick("repetition_penalty", MIN_REPETITION_PENALTY, 10, defaults.repetition_penalty),
         logit_bias=_logit_bias(request.logit_bias, vocab_size),
         num_logprobs=_num_logprobs(request),
     )
+
+
+def _temperature(value: float) -> float:
+    """Greedy where noise could not change a choice, and dividing by the temperature could overflow."""
+    return value if value >= MIN_TEMPERATURE else 0.0
 
 
 def _top_k(value: int | None, default: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
+from turnkeep.engine import sizing
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.sizing import NotEnoughMemory, PoolSizes, cache_spec, size_pools
 from turnkeep.models.config import ModelConfig
@@ -107,3 +108,10 @@ def test_pool_types_can_be_chosen_apart_from_the_weights() -> None:
         cache_spec(model, 16, "float32", state_dtype="float16")
     with pytest.raises(ValueError, match="kv_dtype must be one of"):
         cache_spec(model, 16, "float32", kv_dtype="int8")
+
+
+def test_more_memory_than_the_machine_has_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "available_memory_bytes", lambda: 3 * sizing.MIB)
+    sizing.check_memory(3 * sizing.MIB)
+    with pytest.raises(sizing.NotEnoughMemory, match="5 MiB, the machine has 3 MiB"):
+        sizing.check_memory(5 * sizing.MIB)

@@ -92,6 +92,7 @@ def test_a_body_of_the_wrong_shape_is_refused_naming_the_field(body: bytes, para
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
         ({"presence_penalty": -2.5}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": "x" * 10_000}, "stop"),
@@ -193,3 +194,7 @@ def test_reasoning_effort_reaches_the_template() -> None:
     assert convert(reasoning_effort="none").template_kwargs == {"reasoning_effort": "none", "enable_thinking": False}
     kwargs = convert(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False}).template_kwargs
     assert kwargs == {"reasoning_effort": "high", "enable_thinking": False}
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    assert convert(temperature=1e-300).sampling.temperature == 0.0

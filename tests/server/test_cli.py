@@ -23,6 +23,7 @@ import turnkeep
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.handle import EngineStartError
 from turnkeep.engine.messages import Loading
+from turnkeep.models.catalog import find_model
 from turnkeep.server import cli
 from turnkeep.server.config import ServerConfig, format_size, parse_size
 from turnkeep.server.serve import RunningServer, running_server, serve_until_signal
@@ -151,6 +152,17 @@ def test_too_little_memory_is_one_line_with_numbers_and_status_1(tmp_path: Path)
     assert line.startswith("turnkeep: error: ")
     assert "memory" in line
     assert "1.0 MiB" in line, "the number that was given"
+
+
+def test_a_broken_chat_template_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(find_model("demo").path)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    assert cli.main(["serve", str(tmp_path), "--port", "0"]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("turnkeep: error: ")
+    assert "template" in line
 
 
 @pytest.mark.parametrize("command", ["chat", "demo"])

@@ -170,3 +170,10 @@ def test_a_bare_text_begins_once_with_what_the_tokenizer_puts_before_texts() -> 
     plain = model.tokenizer.encode("the order")
     assert model.prepare_text("the order").encoded.token_ids == [begin, *plain]
     assert model.prepare_text("<|bos|>the order").encoded.token_ids == [begin, *plain]
+
+
+def test_a_bare_prompt_asked_again_resumes_before_its_last_token(text_model: TextModel) -> None:
+    prompt = text_model.prepare_text("Say it once more:")
+    (boundary,) = prompt.boundaries
+    assert boundary.position == len(prompt.encoded.token_ids) - 1
+    assert text_model.prepare_tokens([5]).boundaries == ()
