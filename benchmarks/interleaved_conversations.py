@@ -110,6 +110,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         num_pages=arguments.capacity * (final_tokens // PAGE_SIZE + 1) + 1,
         num_state_rows=2 * arguments.capacity + arguments.running + 1,
         max_running=arguments.running,
+        eviction_policy=arguments.eviction_policy,
     )
     events: list[Any] = []
     loop, ready = build_engine(config, events.append)
@@ -137,6 +138,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "turns": arguments.turns,
         "capacity_conversations": arguments.capacity,
         "seed": arguments.seed,
+        "eviction_policy": arguments.eviction_policy,
         **desk.totals,
         "cached_share": round(desk.totals["cached"] / desk.totals["prompt"], 4),
         "held_pages": stats.num_pages - stats.num_free_pages - stats.num_evictable_pages,
@@ -155,6 +157,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8, help="generated tokens a turn")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eviction-policy", default="lru")
     result = measure(parser.parse_args()) | {"machine": describe_machine()}
     for name, value in result.items():
         if name != "machine":

@@ -31,10 +31,20 @@ class ModelRunner:
     """One model with the pools it reads and writes."""
 
     def __init__(
-        self, model: Model, storage: CacheStorage, page_size: int, matchers: GrammarMatchers | None = None
+        self,
+        model: Model,
+        storage: CacheStorage,
+        page_size: int,
+        matchers: GrammarMatchers | None = None,
+        decode_threads: int | None = None,
     ) -> None:
-        """matchers: what is needed to follow grammars; without them a request that has one ends with an error."""
+        """matchers: what is needed to follow grammars; without them a request that has one ends with an error.
+
+        decode_threads: compute threads of steps that only decode; None: as many as torch has now, as all others.
+        """
         self._model = model
+        self._num_threads = torch.get_num_threads()
+        self._decode_threads = decode_threads
         self._matchers = matchers
         self._storage = storage
         tensors = storage.tensors
@@ -46,11 +56,19 @@ class ModelRunner:
         started_s = time.perf_counter()
         self._storage.apply_copies(plan.page_copies, plan.row_copies)
         batch = self._builder.build(plan.items)
+        self._choose_threads(is_decode=batch.num_decodes == len(batch.seq_lens))
         logits = self._model(batch, self._storage.tensors)
         wanted = [item for item in plan.items if item.sampling is not None]
         errors: dict[str, str] = {}
         tokens = self._sample(wanted, logits, errors) if wanted else {}
         return StepOutput(tokens=tokens, duration_s=time.perf_counter() - started_s, errors=errors)
+
+    def _choose_threads(self, *, is_decode: bool) -> None:
+        if self._decode_threads is None:
+            return
+        wanted = self._decode_threads if is_decode else self._num_threads
+        if wanted != torch.get_num_threads():
+            torch.set_num_threads(wanted)
 
     def _sample(
         self, items: Sequence[StepItem], logits: torch.Tensor, errors: dict[str, str]

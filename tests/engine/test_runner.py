@@ -12,6 +12,7 @@ import torch
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
 from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.batch_builder import BatchBuilder
+from turnkeep.engine.factory import CACHED_MODEL_BYTES, decode_threads
 from turnkeep.engine.runner import ModelRunner
 from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch, StateExport
 from turnkeep.scheduler.request import SamplingParams
@@ -163,3 +164,39 @@ def test_noise_is_keyed_by_the_position_of_the_sampled_token() -> None:
     later = [run(logits, item("a", 6 + index, [1], [1, 2, 3], row=1, sampling=sampling)) for index in range(5)]
     assert decode == chunk
     assert any(other != decode for other in later)
+
+
+class ThreadCounter:
+    """A model that notes how many threads it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, batch: ForwardBatch, cache: CacheTensors) -> torch.Tensor:
+        self.seen.append(torch.get_num_threads())
+        return torch.zeros(len(batch.logit_indices), 3)
+
+
+def test_steps_that_only_decode_take_threads_of_their_own() -> None:
+    spec = CacheSpec(PAGE_SIZE, KVSpec(1, 1, 8, "float32"), None)
+    storage = CacheStorage(spec, num_pages=9, num_state_rows=0)
+    decode = item("decode", 5, [1], [1, 2], sampling=GREEDY)
+    prefill = item("prefill", 0, [1, 2], [3], sampling=GREEDY)
+    before = torch.get_num_threads()
+    model = ThreadCounter()
+    try:
+        torch.set_num_threads(3)
+        runner = ModelRunner(model, storage, PAGE_SIZE, decode_threads=1)
+        for items in ((prefill,), (decode,), (decode, prefill), (decode,)):
+            runner.run(StepPlan((), (), items))
+    finally:
+        torch.set_num_threads(before)
+    assert model.seen == [3, 1, 3, 1]
+
+
+def test_only_models_in_the_caches_decode_with_one_thread() -> None:
+    small = torch.nn.Linear(8, 8)
+    large = torch.nn.Linear(4096, CACHED_MODEL_BYTES // (4 * 4096))
+    assert decode_threads(small, None) == 1
+    assert decode_threads(large, None) is None
+    assert decode_threads(small, 2) is None, "a number was asked for"
