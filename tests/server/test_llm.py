@@ -82,8 +82,10 @@ def test_several_conversations_give_their_answers_in_order(llm: LLM) -> None:
 
 def test_bare_texts_are_continued_without_a_template(llm: LLM, engines: Engines) -> None:
     answer = llm.generate("Mara lives in", max_tokens=5)
-    assert engines.made[0].submitted[0].prompt_ids == TEXT_MODEL.tokenizer.encode("Mara lives in")
-    assert engines.made[0].submitted[0].boundaries == ()
+    prompt_ids = TEXT_MODEL.tokenizer.encode("Mara lives in")
+    assert engines.made[0].submitted[0].prompt_ids == prompt_ids
+    # No message ends anywhere in a bare text; asked again, it resumes before its last token.
+    assert [boundary.position for boundary in engines.made[0].submitted[0].boundaries] == [len(prompt_ids) - 1]
     assert answer.text
     engines.script = saying(TEXT_MODEL, "<think>shown as it is</think>")
     several = llm.generate(["one", "two"])
