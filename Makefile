@@ -69,7 +69,6 @@ format: $(VENV)/.development  ## let ruff mend what it can
 bench: $(VENV)/.development  ## the measured claims (minutes); see benchmarks/README.md
 	$(BIN)/python -m benchmarks.engine_overhead
 	$(BIN)/python -m benchmarks.interleaved_conversations
-	$(BIN)/python -m benchmarks.sse_load
 
 clean:  ## remove the venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info src/*.egg-info
