@@ -66,7 +66,7 @@ format: $(VENV)/.development  ## let ruff mend what it can
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-bench: $(VENV)/.development  ## the measured claims (minutes); see benchmarks/README.md
+bench: $(VENV)/.development  ## the measured claims (minutes); recorded in benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.engine_overhead
 	$(BIN)/python -m benchmarks.interleaved_conversations
 
