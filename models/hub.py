@@ -10,7 +10,7 @@ from pathlib import Path
 
 from turnkeep.models.catalog import ModelNotFound
 
-HUB_INSTALL = "pip install huggingface_hub"
+HUB_INSTALL = "pip install 'turnkeep[hub]'"
 # No pickled weights and no code are fetched.
 FILES = ("*.json", "*.safetensors", "*.jinja")
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -29,7 +29,9 @@ def fetch_model(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ModelNotFound(f"{name!r} is an id of the Hugging Face hub: to fetch it, {HUB_INSTALL}") from None
+        raise ModelNotFound(
+            f"{name!r} is an id of the Hugging Face hub: fetching it needs the package huggingface_hub: {HUB_INSTALL}"
+        ) from None
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
     except (OSError, ValueError) as error:  # what the package raises for the network, for access and for bad ids

@@ -41,6 +41,7 @@ _MAMBA2 = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+_LLAMA = _ATTENTION | {"model_type": "llama", "rope_theta": 10000.0}
 _QWEN2 = _ATTENTION | {"model_type": "qwen2", "rope_theta": 10000.0}
 _QWEN3 = _ATTENTION | {"model_type": "qwen3", "head_dim": 10, "rope_theta": 1000.0}
 _GEMMA3 = _ATTENTION | {
@@ -185,8 +186,12 @@ _NEXT = _DELTA | _DELTA_EXPERTS | {"model_type": "qwen3_next"}
 _QWEN3_5 = _DELTA | {"model_type": "qwen3_5_text"}
 _QWEN3_5_MOE = _DELTA | _DELTA_EXPERTS | {"model_type": "qwen3_5_moe_text"}
 
-# The first configuration of every family is the one that is resumed at every position.
 FAMILIES: dict[str, list[dict[str, Any]]] = {
+    "llama": [
+        _LLAMA,
+        _LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE},
+        _LLAMA | {"head_dim": 10, "num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True},
+    ],
     "qwen2": [
         _QWEN2,
         _QWEN2 | {"tie_word_embeddings": True, "num_key_value_heads": 1, "rope_theta": 1000000.0},
@@ -250,6 +255,7 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
         _NEMOTRON | {"hybrid_override_pattern": "ME*EM-"},
         _NEMOTRON | {"hybrid_override_pattern": "E*ME", "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
         _NEMOTRON | {"hybrid_override_pattern": "M*E", "moe_latent_size": 22, "mlp_bias": True, "n_routed_experts": 5},
+        _NEMOTRON | {"hybrid_override_pattern": "-M*M", "tie_word_embeddings": True, "num_key_value_heads": 1},
     ],
 }
 
