@@ -95,6 +95,7 @@ def seconds(work: Callable[[], object]) -> float:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
+    from turnkeep.cache.config import CacheConfig
     from turnkeep.engine.config import EngineConfig
     from turnkeep.engine.factory import build_engine, resolve_dtype
     from turnkeep.engine.sizing import cache_spec
@@ -107,7 +108,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         dtype=dtype,
         num_threads=arguments.threads,
         memory_bytes=1 << 29,
-        prefix_caching=False,
+        cache=CacheConfig(prefix_caching=False),
         max_step_tokens=arguments.chunk,
     )
     loop, _ = build_engine(config, lambda event: None)

@@ -99,6 +99,7 @@ def make_dialogues(arguments: argparse.Namespace, generator: random.Random, voca
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    from turnkeep.cache.config import CacheConfig
     from turnkeep.engine.config import EngineConfig
     from turnkeep.engine.factory import build_engine
 
@@ -110,7 +111,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         num_pages=arguments.capacity * (final_tokens // PAGE_SIZE + 1) + 1,
         num_state_rows=2 * arguments.capacity + arguments.running + 1,
         max_running=arguments.running,
-        eviction_policy=arguments.eviction_policy,
+        cache=CacheConfig(eviction_policy=arguments.eviction_policy),
     )
     events: list[Any] = []
     loop, ready = build_engine(config, events.append)

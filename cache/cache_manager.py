@@ -14,21 +14,25 @@ from collections.abc import Callable
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.commit import Committer
+from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.conservation import check_conservation
 from turnkeep.cache.conversation_leaves import ConversationLeaves
 from turnkeep.cache.copies import PageCopy, RowCopy
-from turnkeep.cache.eviction import EvictionPolicy, LRUPolicy, TurnObserver
+from turnkeep.cache.eviction import EvictionPolicy, TurnObserver
 from turnkeep.cache.opening import Opener
 from turnkeep.cache.page_node import TokenIds, encode_tokens
 from turnkeep.cache.page_pool import PagePool
 from turnkeep.cache.pending_copies import PendingCopies
+from turnkeep.cache.policies import make_policy
+from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.prefix_match import LossReason, PrefixMatch, PrefixSearch
 from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.retention import Retention, TurnHandle
-from turnkeep.cache.sequence_cache import Export, SequenceCache
+from turnkeep.cache.sequence_cache import SequenceCache
 from turnkeep.cache.spec import CacheSpec
 from turnkeep.cache.state_pool import StatePool
 from turnkeep.cache.statistics import CacheCounters, CacheStats
+from turnkeep.cache.turn_snapshots import TurnSnapshots
 
 __all__ = ["CacheManager", "CacheStats", "LossReason", "PrefixMatch", "SequenceCache", "TokenIds", "TurnHandle"]
 
@@ -37,57 +41,47 @@ class CacheManager:
     """Pages 1 .. num_pages - 1 and rows 1 .. num_state_rows - 1 of one model on one device.
 
     Models without attention need no pages (page ids are then empty), models without recurrent layers no rows.
-    prefix_caching False: nothing is matched or kept; everything else works. max_branches bounds the lines of one
-    conversation that are kept side by side. Raises ValueError for pools in which nothing could ever run.
+    `policy` takes the place of the eviction policy that the configuration names; `cost` is what that one weighs with,
+    and may go on being measured. Raises ValueError for pools in which nothing could ever run.
     """
 
     def __init__(
         self,
         spec: CacheSpec,
+        config: CacheConfig | None = None,
         *,
         num_pages: int,
         num_state_rows: int,
         clock: Callable[[], float],
         policy: EvictionPolicy | None = None,
-        prefix_caching: bool = True,
-        max_branches: int = 4,
+        cost: PrefillCost | None = None,
     ) -> None:
+        config = config if config is not None else CacheConfig()
         self.page_size = spec.page_size
         self.has_pages = spec.kv is not None
         self.has_state = spec.state is not None
-        self.prefix_caching = prefix_caching
-        if spec.page_size < 1:
-            raise ValueError(f"page_size must be at least 1, not {spec.page_size}")
-        if self.has_pages and num_pages < 2:
-            raise ValueError(f"num_pages must be at least 2 (page 0 is reserved), not {num_pages}")
-        if self.has_state and num_state_rows < 2:
-            raise ValueError(f"num_state_rows must be at least 2 (row 0 is reserved), not {num_state_rows}")
-        self._counters = CacheCounters()
+        self.prefix_caching = config.prefix_caching
+        _check_pools(spec, num_pages, num_state_rows)
+        self._counters = counters = CacheCounters()
         self._pages = PagePool(num_pages if self.has_pages else 0)
         self._rows = StatePool(num_state_rows if self.has_state else 0)
-        policy = policy if policy is not None else LRUPolicy()
-        self._observer = policy if self.has_state and prefix_caching and isinstance(policy, TurnObserver) else None
-        self._reclaimer = Reclaimer(
-            spec,
-            pages=self._pages,
-            rows=self._rows,
-            policy=policy,
-            clock=clock,
-            counters=self._counters,
+        if policy is None:
+            policy = make_policy(config.eviction_policy, spec, clock, cost if cost is not None else PrefillCost())
+        self._keeps_snapshots = self.has_state and self.prefix_caching
+        self._observer = policy if self._keeps_snapshots and isinstance(policy, TurnObserver) else None
+        self._reclaimer = reclaimer = Reclaimer(
+            spec, pages=self._pages, rows=self._rows, policy=policy, clock=clock, counters=counters
         )
-        self._tree = self._reclaimer.tree
-        self._search = PrefixSearch(self._tree, self._reclaimer.memory, needs_snapshot=self.has_state)
-        self._committer = Committer(spec.page_size, self._reclaimer, self._counters)
-        self._retention = Retention(self._reclaimer, max_branches=max_branches)
-        self._leaves = ConversationLeaves(self._reclaimer)
-        self._reclaimer.on_removed = self._retention.forget
-        self._copies = PendingCopies(self._reclaimer)
+        self._tree = reclaimer.tree
+        self._search = PrefixSearch(self._tree, reclaimer.memory, needs_snapshot=self.has_state)
+        self._committer = Committer(spec.page_size, reclaimer, counters)
+        self._retention = Retention(reclaimer, max_branches=config.max_branches)
+        self._leaves = ConversationLeaves(reclaimer)
+        reclaimer.on_removed = self._retention.forget
+        self._copies = PendingCopies(reclaimer)
+        self._snapshots = TurnSnapshots(reclaimer, self._committer, self._retention, counters, self._observer)
         self._opener = Opener(
-            spec.page_size,
-            search=self._search,
-            reclaimer=self._reclaimer,
-            copies=self._copies,
-            counters=self._counters,
+            spec.page_size, search=self._search, reclaimer=reclaimer, copies=self._copies, counters=counters
         )
         self._open: set[SequenceCache] = set()
 
@@ -139,7 +133,7 @@ class CacheManager:
         seq, match = opened
         if conversation_id is not None:
             seq.conversation = (match.cache_root, conversation_id)
-        if self.has_state and self.prefix_caching:
+        if self._keeps_snapshots:
             seq.branch = self._retention.resume((match.cache_root, conversation_id), match.snapshot)
             seq.boundaries = self._own_boundaries(seq, match)
         self._open.add(seq)
@@ -161,7 +155,7 @@ class CacheManager:
             return True
         num_new = self.pages_for(capacity_tokens) - seq.num_pages
         if num_new > self._pages.num_free:
-            if not self._reclaimer.can_make_room(num_new, 0) and not self._give_up_pin(seq, num_new):
+            if not self._reclaimer.can_make_room(num_new, 0) and not self._snapshots.give_up_resumed(seq, num_new):
                 return False
             self._reclaimer.make_room(num_new, 0)
         seq.append_pages(self._pages.allocate(num_new))
@@ -177,25 +171,7 @@ class CacheManager:
         self._require_open(seq)
         if position <= seq.num_computed_tokens:
             raise ValueError(f"position {position} is computed already ({seq.num_computed_tokens} tokens are)")
-        if not (self.has_state and self.prefix_caching):
-            return None
-        for export in seq.exports:
-            if export.position == position:
-                return export.row
-        row = None
-        if self._tree.find_snapshot(seq.path, seq.encoded, position) is not None:
-            self._counters.skipped_snapshots["duplicate"] += 1
-        elif self._observer is not None and not self._observer.wants(seq, position, kind):
-            self._counters.skipped_snapshots["not_worth"] += 1
-            return None
-        elif self._reclaimer.can_make_room(0, 1):
-            self._reclaimer.make_room(0, 1)
-            row = self._rows.allocate()
-        else:
-            self._counters.skipped_snapshots["no_row"] += 1
-            return None
-        seq.exports.append(Export(position, row, kind))
-        return row
+        return self._snapshots.reserve(seq, position, kind) if self._keeps_snapshots else None
 
     def drain_copies(self) -> tuple[tuple[PageCopy, ...], tuple[RowCopy, ...]]:
         """The copies planned since the last call. They must be carried out before the next forward pass.
@@ -233,16 +209,7 @@ class CacheManager:
             return
         self._require_open(seq)
         self._committer.commit_full_pages(seq, token_ids)
-        ready = [export for export in seq.exports if export.position <= seq.num_computed_tokens]
-        seq.exports = [export for export in seq.exports if export.position > seq.num_computed_tokens]
-        for export in ready:
-            snapshot, _ = self._committer.publish_snapshot(seq, token_ids, export.position, export.row, export.kind)
-            if snapshot is not None:
-                assert seq.branch is not None
-                if self._observer is not None:
-                    self._observer.published(seq, snapshot)
-                self._retention.keep(seq.branch, snapshot, export.kind)
-                self._replace_resumed(seq, export.position)
+        self._snapshots.publish(seq, token_ids)
 
     # The end of a sequence
 
@@ -254,14 +221,7 @@ class CacheManager:
         self._publish_rest(seq, token_ids)
         handle = None
         if keep_turn_end and seq.branch is not None and seq.num_computed_tokens > 0:
-            row, seq.state_row = seq.state_row, None
-            position = seq.num_computed_tokens
-            snapshot, is_new = self._committer.publish_snapshot(seq, token_ids, position, row, "turn_end")
-            assert snapshot is not None
-            handle = self._retention.begin_turn_end(seq.branch, snapshot, is_own=is_new)
-            if self._observer is not None:
-                self._observer.published(seq, snapshot)
-                handle.observed = self._observer.finished(seq, is_suspended=False)
+            handle = self._snapshots.finish(seq, token_ids)
         elif seq.conversation is not None and not self.has_state and self.prefix_caching:
             self._leaves.finished(seq.conversation, seq.tail or seq.path)
         self.close(seq)
@@ -270,26 +230,13 @@ class CacheManager:
     def end_turn(self, handle: TurnHandle, stable_tokens: int, *, has_tool_call: bool | None = None) -> None:
         """The next prompt will repeat `stable_tokens` tokens: keep the turn's end or drop it. Only the first call
         counts; without one the snapshot stays like any other. has_tool_call: a program answers."""
-        if self._observer is not None and handle.observed is not None:
-            self._observer.settled(handle.observed, stable_tokens, has_tool_call=has_tool_call)
-            handle.observed = None
-        useless = self._retention.end_turn(handle, stable_tokens)
-        if useless is not None:
-            self._counters.dropped_snapshots[useless.kind] += 1
-            self._reclaimer.drop(useless)
+        self._snapshots.end_turn(handle, stable_tokens, has_tool_call=has_tool_call)
 
     def suspend(self, seq: SequenceCache, token_ids: TokenIds) -> None:
         """Close, but keep what is computed so that a match of the known tokens finds it unless it is evicted."""
         self._publish_rest(seq, token_ids)
         if seq.branch is not None and seq.num_computed_tokens > 0:
-            row, seq.state_row = seq.state_row, None
-            position = seq.num_computed_tokens
-            snapshot, _ = self._committer.publish_snapshot(seq, token_ids, position, row, "suspended")
-            assert snapshot is not None
-            self._retention.keep(seq.branch, snapshot, "suspended")
-            if self._observer is not None:
-                self._observer.published(seq, snapshot)
-                self._observer.finished(seq, is_suspended=True)
+            self._snapshots.suspend(seq, token_ids)
         self.close(seq)
 
     def close(self, seq: SequenceCache) -> None:
@@ -312,7 +259,7 @@ class CacheManager:
             tail, seq.tail = seq.tail, None
             tail.writer = None
             self._reclaimer.release(tail)
-        self._release_resumed(seq)
+        self._snapshots.release_resumed(seq)
         self._reclaimer.release(seq.path)
         if seq.branch is not None:
             self._retention.release(seq.branch)
@@ -378,22 +325,11 @@ class CacheManager:
         if not self.has_state:
             self._committer.commit_tail(seq, token_ids)
 
-    def _replace_resumed(self, seq: SequenceCache, position: int) -> None:
-        """A snapshot of its own lets a sequence go without the one it resumed from."""
-        if seq.resumed_from is not None and position > seq.resumed_from.num_tokens:
-            self._release_resumed(seq)
 
-    def _release_resumed(self, seq: SequenceCache) -> None:
-        if seq.resumed_from is not None:
-            snapshot, seq.resumed_from = seq.resumed_from, None
-            self._reclaimer.unpin(snapshot)
-
-    def _give_up_pin(self, seq: SequenceCache, num_pages: int) -> bool:
-        """Unpin what `seq` resumed from if, and only if, that makes room for num_pages."""
-        snapshot = seq.resumed_from
-        num_freed = self._reclaimer.num_pages_pinned_only_by(snapshot) if snapshot is not None else 0
-        if snapshot is None or not self._reclaimer.can_make_room(num_pages - num_freed, 0):
-            return False
-        self._counters.num_released_pins += 1
-        self._release_resumed(seq)
-        return True
+def _check_pools(spec: CacheSpec, num_pages: int, num_state_rows: int) -> None:
+    if spec.page_size < 1:
+        raise ValueError(f"page_size must be at least 1, not {spec.page_size}")
+    if spec.kv is not None and num_pages < 2:
+        raise ValueError(f"num_pages must be at least 2 (page 0 is reserved), not {num_pages}")
+    if spec.state is not None and num_state_rows < 2:
+        raise ValueError(f"num_state_rows must be at least 2 (row 0 is reserved), not {num_state_rows}")

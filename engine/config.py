@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from turnkeep.cache.policies import EvictionPolicyName
+from turnkeep.cache.config import CacheConfig
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +22,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 16
     max_step_tokens: int = 512  # tokens computed in one step: prefill chunks share it with decodes
     num_threads: int | None = None  # None: all cores
-    prefix_caching: bool = True
-    eviction_policy: EvictionPolicyName = "lru"
+    cache: CacheConfig = CacheConfig()
     script: str | None = None  # a file with rules that take the place of the model; `model` is then only its text
     start_number: int = 0  # engines that the server had started before this one

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 
 from turnkeep.cache.cache_manager import CacheManager
-from turnkeep.cache.policies import make_policy
 from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.config import EngineConfig
@@ -99,11 +98,11 @@ def assemble(
     cost = PrefillCost()
     cache = CacheManager(
         spec,
+        config.cache,
         num_pages=sizes.num_pages,
         num_state_rows=sizes.num_state_rows,
         clock=time.monotonic,
-        policy=make_policy(config.eviction_policy, spec, time.monotonic, cost),
-        prefix_caching=config.prefix_caching,
+        cost=cost,
     )
     limits = SchedulerConfig(
         max_running=sizes.max_running,
@@ -115,7 +114,7 @@ def assemble(
     runner = ModelRunner(model, storage, config.page_size, matchers, decode_threads(model, config.num_threads))
     loop = EngineLoop(scheduler, runner, outbox)
     notices = list(sizes.notices)
-    if not config.prefix_caching:
+    if not config.cache.prefix_caching:
         notices.append("prefix caching is off: every turn is computed anew")
     log.info("%s in %s; %s", model_name, dtype, sizes.limiting_resource)
     for notice in notices:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from turnkeep.cache.cache_manager import CacheManager
-from turnkeep.cache.policies import make_policy
 from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
 from turnkeep.engine.config import EngineConfig
@@ -84,11 +83,11 @@ def build_scripted_engine(config: EngineConfig, outbox: Callable[[FromEngine], N
     cost = PrefillCost()
     cache = CacheManager(
         spec,
+        config.cache,
         num_pages=sizes.num_pages,
         num_state_rows=sizes.num_state_rows,
         clock=time.monotonic,
-        policy=make_policy(config.eviction_policy, spec, time.monotonic, cost),
-        prefix_caching=config.prefix_caching,
+        cost=cost,
     )
     limits = SchedulerConfig(
         max_running=sizes.max_running,

@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import ClientError
 
 import turnkeep
+from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.policies import EVICTION_POLICIES
 from turnkeep.clients.chat_client import RequestFailedError
 from turnkeep.engine.config import EngineConfig
@@ -206,8 +207,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         max_model_len=options.max_model_len,
         memory_bytes=options.memory,
         num_threads=options.threads,
-        prefix_caching=not options.no_prefix_caching,
-        eviction_policy=options.eviction_policy,
+        cache=CacheConfig(prefix_caching=not options.no_prefix_caching, eviction_policy=options.eviction_policy),
         script=options.script,
     )
     if options.max_step_tokens is not None:

@@ -20,6 +20,7 @@ from live_server import END_TOKEN_ID, user
 from scripted_engine import Script, ScriptedEngine
 
 import turnkeep
+from turnkeep.cache.config import CacheConfig
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.handle import EngineStartError
 from turnkeep.engine.messages import Loading
@@ -65,7 +66,7 @@ def test_options_become_settings() -> None:
         memory_bytes=2 * 2**30,
         max_step_tokens=64,
         num_threads=2,
-        prefix_caching=False,
+        cache=CacheConfig(prefix_caching=False),
     )
     assert (config.host, config.port) == ("0.0.0.0", 9)
     assert (config.api_keys, config.served_model_names) == (("a", "b"), ("x",))

@@ -13,6 +13,7 @@ import numpy as np
 
 from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.cache_manager import CacheManager, PrefixMatch, SequenceCache, TurnHandle
+from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
 
@@ -86,11 +87,10 @@ class CacheDriver:
         self.page_size = page_size
         self.cache = CacheManager(
             cache_spec(kind, page_size),
+            CacheConfig(prefix_caching=prefix_caching, max_branches=max_branches),
             num_pages=num_pages + 1,
             num_state_rows=num_rows + 1,
             clock=self.clock,
-            prefix_caching=prefix_caching,
-            max_branches=max_branches,
         )
         self.cells = [[0] * page_size for _ in range(num_pages + 1)]
         self.rows = [0] * (num_rows + 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
+from turnkeep.cache.config import CacheConfig
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.factory import assemble, resolve_sizes
 from turnkeep.engine.loop import EngineLoop
@@ -28,8 +29,11 @@ def tiny_model(kind: TinyKind) -> torch.nn.Module:
     return _MODELS[kind]
 
 
-def engine_config(**settings: int | bool | str | None) -> EngineConfig:
+def engine_config(**settings: object) -> EngineConfig:
+    """Fields of EngineConfig, and of CacheConfig where prefix_caching is given."""
     defaults = {"model": "tiny", "dtype": "float32", "page_size": 8, "num_pages": 200, "num_state_rows": 60}
+    if "prefix_caching" in settings:
+        settings["cache"] = CacheConfig(prefix_caching=settings.pop("prefix_caching"))  # type: ignore[arg-type]
     return EngineConfig(**(defaults | settings))  # type: ignore[arg-type]
 
 
@@ -70,7 +74,7 @@ class LoopBench:
         return self.loop.stats()
 
 
-def make_loop(kind: TinyKind, **settings: int | bool | str | None) -> LoopBench:
+def make_loop(kind: TinyKind, **settings: object) -> LoopBench:
     events: list[FromEngine] = []
     loop, _ = build_tiny(kind, engine_config(**settings), events.append)
     return LoopBench(loop, events)

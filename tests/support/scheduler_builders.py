@@ -9,6 +9,7 @@ from content_probe import ContentProbe
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.cache_manager import CacheManager
+from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
 from turnkeep.scheduler.config import SchedulerConfig
 from turnkeep.scheduler.events import Finished, SchedulerEvent, TokenOut
@@ -100,7 +101,11 @@ def make_bench(
     spec = make_spec(page_size=page_size, has_pages=has_pages, has_state=has_state)
     clock = FakeClock()
     cache = CacheManager(
-        spec, num_pages=num_pages, num_state_rows=num_state_rows, clock=clock, prefix_caching=prefix_caching
+        spec,
+        CacheConfig(prefix_caching=prefix_caching),
+        num_pages=num_pages,
+        num_state_rows=num_state_rows,
+        clock=clock,
     )
     limits = SchedulerConfig(
         max_running=max_running,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from turnkeep.cache.boundary import Boundary
+from turnkeep.cache.config import CacheConfig
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.factory import build_engine
 from turnkeep.engine.messages import Admitted, EndTurn, Finished, FromEngine, Submit, Tokens
@@ -33,6 +34,8 @@ class SteppedEngine:
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
         settings: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "memory_bytes": 256 << 20, **options}
+        if "prefix_caching" in settings:
+            settings["cache"] = CacheConfig(prefix_caching=settings.pop("prefix_caching"))
         self.events: list[FromEngine] = []
         self.loop, self.ready = build_engine(EngineConfig(model=model, **settings), self.events.append)
         self.logits: dict[str, list[torch.Tensor]] = {}

@@ -1,0 +1,117 @@
+"""The snapshots of one sequence: reserved before a step, published after it, kept or dropped when its turn ends.
+
+Also the pin on the snapshot that a sequence resumed from, which stays until one of its own takes its place.
+"""
+
+from __future__ import annotations
+
+from turnkeep.cache.boundary import BoundaryKind
+from turnkeep.cache.commit import Committer
+from turnkeep.cache.eviction import TurnObserver
+from turnkeep.cache.page_node import TokenIds
+from turnkeep.cache.reclaim import Reclaimer
+from turnkeep.cache.retention import Retention, TurnHandle
+from turnkeep.cache.sequence_cache import Export, SequenceCache
+from turnkeep.cache.statistics import CacheCounters
+
+
+class TurnSnapshots:
+    """For models with state and prefix caching only. `observer` is the eviction policy where it follows turns."""
+
+    def __init__(
+        self,
+        reclaimer: Reclaimer,
+        committer: Committer,
+        retention: Retention,
+        counters: CacheCounters,
+        observer: TurnObserver | None,
+    ) -> None:
+        self._reclaimer = reclaimer
+        self._committer = committer
+        self._retention = retention
+        self._counters = counters
+        self._observer = observer
+
+    def reserve(self, seq: SequenceCache, position: int, kind: BoundaryKind) -> int | None:
+        """A row for a snapshot at a position not computed yet; None, counted, where none is to be written."""
+        for export in seq.exports:
+            if export.position == position:
+                return export.row
+        reclaimer, skipped = self._reclaimer, self._counters.skipped_snapshots
+        row = None
+        if reclaimer.tree.find_snapshot(seq.path, seq.encoded, position) is not None:
+            skipped["duplicate"] += 1
+        elif self._observer is not None and not self._observer.wants(seq, position, kind):
+            skipped["not_worth"] += 1
+            return None
+        elif reclaimer.can_make_room(0, 1):
+            reclaimer.make_room(0, 1)
+            row = reclaimer.rows.allocate()
+        else:
+            skipped["no_row"] += 1
+            return None
+        seq.exports.append(Export(position, row, kind))
+        return row
+
+    def publish(self, seq: SequenceCache, token_ids: TokenIds) -> None:
+        """Those reserved at computed positions. Full pages must be committed."""
+        ready = [export for export in seq.exports if export.position <= seq.num_computed_tokens]
+        seq.exports = [export for export in seq.exports if export.position > seq.num_computed_tokens]
+        for export in ready:
+            snapshot, _ = self._committer.publish_snapshot(seq, token_ids, export.position, export.row, export.kind)
+            if snapshot is not None:
+                assert seq.branch is not None
+                if self._observer is not None:
+                    self._observer.published(seq, snapshot)
+                self._retention.keep(seq.branch, snapshot, export.kind)
+                if seq.resumed_from is not None and export.position > seq.resumed_from.num_tokens:
+                    self.release_resumed(seq)
+
+    def finish(self, seq: SequenceCache, token_ids: TokenIds) -> TurnHandle:
+        """The live row becomes the turn's end. Everything else of the sequence must be published."""
+        assert seq.branch is not None
+        row, seq.state_row = seq.state_row, None
+        snapshot, is_new = self._committer.publish_snapshot(seq, token_ids, seq.num_computed_tokens, row, "turn_end")
+        assert snapshot is not None
+        handle = self._retention.begin_turn_end(seq.branch, snapshot, is_own=is_new)
+        if self._observer is not None:
+            self._observer.published(seq, snapshot)
+            handle.observed = self._observer.finished(seq, is_suspended=False)
+        return handle
+
+    def end_turn(self, handle: TurnHandle, stable_tokens: int, *, has_tool_call: bool | None) -> None:
+        """The next prompt repeats `stable_tokens` tokens: the turn's end stays or goes. Only the first call counts."""
+        if self._observer is not None and handle.observed is not None:
+            self._observer.settled(handle.observed, stable_tokens, has_tool_call=has_tool_call)
+            handle.observed = None
+        useless = self._retention.end_turn(handle, stable_tokens)
+        if useless is not None:
+            self._counters.dropped_snapshots[useless.kind] += 1
+            self._reclaimer.drop(useless)
+
+    def suspend(self, seq: SequenceCache, token_ids: TokenIds) -> None:
+        """The live row becomes the place to go on from."""
+        assert seq.branch is not None
+        row, seq.state_row = seq.state_row, None
+        snapshot, _ = self._committer.publish_snapshot(seq, token_ids, seq.num_computed_tokens, row, "suspended")
+        assert snapshot is not None
+        self._retention.keep(seq.branch, snapshot, "suspended")
+        if self._observer is not None:
+            self._observer.published(seq, snapshot)
+            self._observer.finished(seq, is_suspended=True)
+
+    def release_resumed(self, seq: SequenceCache) -> None:
+        """Unpin what the sequence resumed from, if it still holds it."""
+        if seq.resumed_from is not None:
+            snapshot, seq.resumed_from = seq.resumed_from, None
+            self._reclaimer.unpin(snapshot)
+
+    def give_up_resumed(self, seq: SequenceCache, num_pages: int) -> bool:
+        """Unpin what `seq` resumed from if, and only if, that makes room for num_pages."""
+        snapshot = seq.resumed_from
+        num_freed = self._reclaimer.num_pages_pinned_only_by(snapshot) if snapshot is not None else 0
+        if snapshot is None or not self._reclaimer.can_make_room(num_pages - num_freed, 0):
+            return False
+        self._counters.num_released_pins += 1
+        self.release_resumed(seq)
+        return True
