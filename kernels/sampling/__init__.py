@@ -14,18 +14,22 @@ from turnkeep.kernels.sampling.logit_changes import change_logits
 from turnkeep.kernels.sampling.noise import gumbel_noise, gumbel_noise_rows, philox4x32
 from turnkeep.kernels.sampling.reference import InvalidLogitsError, sample_reference, top_logprobs_reference
 from turnkeep.kernels.sampling.sampling_batch import GREEDY, SamplingBatch, SamplingRow
+from turnkeep.kernels.sampling.verify import TreeToVerify, VerifiedTree, verify_trees
 
 __all__ = [
     "GREEDY",
     "InvalidLogitsError",
     "SamplingBatch",
     "SamplingRow",
+    "TreeToVerify",
+    "VerifiedTree",
     "change_logits",
     "gumbel_noise",
     "gumbel_noise_rows",
     "philox4x32",
     "sample",
     "top_logprobs",
+    "verify_trees",
 ]
 
 
