@@ -61,7 +61,8 @@ class ModelRunner:
         wanted = [item for item in plan.items if item.sampling is not None]
         errors: dict[str, str] = {}
         tokens = self._sample(wanted, logits, errors) if wanted else {}
-        return StepOutput(tokens=tokens, duration_s=time.perf_counter() - started_s, errors=errors)
+        single: dict[str, tuple[SampledToken, ...]] = {request_id: (token,) for request_id, token in tokens.items()}
+        return StepOutput(tokens=single, duration_s=time.perf_counter() - started_s, errors=errors)
 
     def _choose_threads(self, *, is_decode: bool) -> None:
         if self._decode_threads is None:

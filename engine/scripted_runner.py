@@ -115,7 +115,7 @@ class ScriptedRunner:
             pages[page_copy.target, : page_copy.num_tokens] = pages[page_copy.source, : page_copy.num_tokens]
         for row_copy in plan.row_copies:
             rows[row_copy.target] = rows[row_copy.source]
-        tokens: dict[str, SampledToken] = {}
+        tokens: dict[str, tuple[SampledToken, ...]] = {}
         errors: dict[str, str] = {}
         wait_s = self._step_s
         for item in plan.items:
@@ -129,7 +129,7 @@ class ScriptedRunner:
             if rule.fault is not None and self._fails(answer, index):
                 errors[item.request_id] = "the script says that this request fails"
             else:
-                tokens[item.request_id] = self._sampled(answer.token(index), item.sampling.num_logprobs)
+                tokens[item.request_id] = (self._sampled(answer.token(index), item.sampling.num_logprobs),)
         if wait_s > 0:
             time.sleep(max(wait_s - (time.perf_counter() - started_s), 0.0))
         return StepOutput(tokens=tokens, duration_s=time.perf_counter() - started_s, errors=errors)

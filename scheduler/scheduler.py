@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from turnkeep.cache.prefill_cost import PrefillCost, num_pairs
@@ -159,16 +159,18 @@ class Scheduler:
             request = self._requests.get(item.request_id)
             if request is None or request.cache is None:
                 continue
-            num_tokens = len(item.token_ids)
+            tokens, reason = self._until_end(request, output.tokens.get(item.request_id, ()))
+            # A token that a draft had right was computed with the one before it, the last of a step never is.
+            num_tokens = len(item.token_ids) + max(len(tokens) - 1, 0)
             stats.num_computed_tokens += num_tokens
             self._cache.advance(request.cache, num_tokens)
-            if item.start < request.num_prompt_tokens or num_tokens > 1:
+            if item.start < request.num_prompt_tokens or len(item.token_ids) > 1:
                 self._publish(request, item)
             else:
-                stats.num_decode_tokens += 1
-            token = output.tokens.get(item.request_id)
-            if token is not None:
-                self._append(request, token)
+                stats.num_decode_tokens += num_tokens
+            self._append(request, tokens)
+            if reason is not None:
+                self._finish(request, reason)
             elif item.request_id in output.errors:
                 self._leave(request, commit=False)
                 self._end(request, "error", output.errors[item.request_id])
@@ -258,21 +260,29 @@ class Scheduler:
             self._cache.commit(request.cache, request.token_ids)
             self._may_admit = True
 
-    def _append(self, request: Request, token: SampledToken) -> None:
+    def _until_end(
+        self, request: Request, tokens: Sequence[SampledToken]
+    ) -> tuple[Sequence[SampledToken], FinishReason | None]:
+        """The tokens up to and with the one that ends the request, and how it ends it; all and None when none does."""
         sampling = request.sampling
-        request.token_ids.append(token.token_id)
-        if request.first_token_s is None:
+        for number, token in enumerate(tokens, start=1):
+            num_output_tokens = request.num_output_tokens + number
+            if (
+                not sampling.ignore_eos
+                and token.token_id in sampling.stop_token_ids
+                and num_output_tokens >= sampling.min_new_tokens
+            ):
+                return tokens[:number], "stop"
+            if num_output_tokens >= sampling.max_new_tokens:
+                return tokens[:number], "length"
+        return tokens, None
+
+    def _append(self, request: Request, tokens: Sequence[SampledToken]) -> None:
+        request.token_ids += [token.token_id for token in tokens]
+        if tokens and request.first_token_s is None:
             request.first_token_s = self._clock()
-        self._stats.num_generated_tokens += 1
-        self._events.append(TokenOut(request.request_id, token))
-        if (
-            not sampling.ignore_eos
-            and token.token_id in sampling.stop_token_ids
-            and request.num_output_tokens >= sampling.min_new_tokens
-        ):
-            self._finish(request, "stop")
-        elif request.num_output_tokens >= sampling.max_new_tokens:
-            self._finish(request, "length")
+        self._stats.num_generated_tokens += len(tokens)
+        self._events += [TokenOut(request.request_id, token) for token in tokens]
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End with an answer: the live row becomes the provisional turn-end snapshot."""

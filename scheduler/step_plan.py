@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnkeep.cache.copies import PageCopy, RowCopy
+from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.request import SamplingParams
 
 
@@ -38,6 +39,7 @@ class StepItem:
     sampling: SamplingParams | None  # None: the chunk ends before the last known token, nothing is sampled
     num_output_tokens: int = 0  # generated so far (for min_new_tokens)
     history: SamplingHistory | None = None
+    draft: DraftTree | None = None  # verified below the item's one token
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,6 +49,7 @@ class StepPlan:
     page_copies: tuple[PageCopy, ...]
     row_copies: tuple[RowCopy, ...]
     items: tuple[StepItem, ...]
+    tree_grant: TreeGrant | None = None  # what may be proposed for the next step; None: nothing
 
     @property
     def num_tokens(self) -> int:
@@ -64,11 +67,15 @@ class SampledToken:
 
 @dataclass(slots=True, frozen=True)
 class StepOutput:
-    """request_id -> sampled token, for the items of the plan that wanted one.
+    """request_id -> sampled tokens, for the items of the plan that wanted one: more than one where a draft was right.
 
     errors: request_id -> why no token could be sampled for it alone (the model gave it no finite logits).
+    accepted: request_id -> nodes of its item's draft that were right, along one path; as many as tokens but one.
+    drafts: request_id -> what is proposed to follow the last of its tokens.
     """
 
-    tokens: dict[str, SampledToken]
+    tokens: dict[str, tuple[SampledToken, ...]]
     duration_s: float
     errors: dict[str, str] = field(default_factory=dict)
+    accepted: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    drafts: dict[str, DraftTree] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from turnkeep.engine.messages import (
     Tokens,
 )
 from turnkeep.scheduler.request import SamplingParams
-from turnkeep.scheduler.step_plan import SampledToken, StepOutput, StepPlan
+from turnkeep.scheduler.step_plan import StepOutput, StepPlan
 
 
 class LoopOnProbe:
@@ -200,7 +200,7 @@ class RunnerWithoutLogits:
 
     def run(self, plan: StepPlan) -> StepOutput:
         output = self._run(plan)
-        tokens: dict[str, SampledToken] = dict(output.tokens)
+        tokens = dict(output.tokens)
         errors = {self._request_id: "no finite logits"} if tokens.pop(self._request_id, None) else {}
         return StepOutput(tokens=tokens, duration_s=math.inf, errors=errors)
 

@@ -116,7 +116,7 @@ def run(logits: list[list[float]], *items: StepItem) -> tuple[dict[str, int], di
     spec = CacheSpec(PAGE_SIZE, KVSpec(1, 1, 8, "float32"), StateSpec((StatePart("ssm", 1, (2,), "float32"),)))
     storage = CacheStorage(spec, num_pages=9, num_state_rows=9)
     output = ModelRunner(FixedLogits(torch.tensor(logits)), storage, PAGE_SIZE).run(StepPlan((), (), items))
-    return {name: token.token_id for name, token in output.tokens.items()}, output.errors
+    return {name: token.token_id for name, (token,) in output.tokens.items()}, output.errors
 
 
 def test_tokens_belong_to_the_items_that_want_one() -> None:

@@ -65,7 +65,7 @@ class ContentProbe:
         self.num_steps += 1
         histories = {item.request_id: self._compute(item) for item in plan.items}
         tokens = {
-            item.request_id: SampledToken(next_token(histories[item.request_id], self.vocab_size))
+            item.request_id: (SampledToken(next_token(histories[item.request_id], self.vocab_size)),)
             for item in plan.items
             if item.sampling is not None
         }

@@ -1,0 +1,1 @@
+"""Drafts: who proposes tokens, and what it is told of a step to do so."""

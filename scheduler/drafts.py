@@ -1,0 +1,48 @@
+"""Drafts as values: the tokens that are proposed to follow a request's last one, and how many may be proposed.
+
+A drafter makes trees within a grant, the scheduler hands each to the next step of its request, and the model says
+which path of it is what it would have said itself. No tensors here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, frozen=True)
+class TreeGrant:
+    """What may be proposed for the next step. A root (the last sampled token) is not counted anywhere."""
+
+    num_nodes: int  # of all trees together
+    max_nodes_per_request: int
+    max_depth: int  # levels below the root
+    max_children: int  # of one node
+
+
+@dataclass(slots=True, frozen=True)
+class DraftTree:
+    """The nodes below a root, parents first; a parent is an earlier node, or -1 for the root.
+
+    probabilities: of each node's whole path being accepted, as the drafter sees it; never more than its parent's.
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    probabilities: tuple[float, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.token_ids)
+
+    def depths(self) -> list[int]:
+        """Levels below the root of each node; its children have 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def first(self, num_nodes: int) -> DraftTree:
+        """The tree of the first nodes alone: parents come first, so any number of them is a tree."""
+        if num_nodes >= self.num_nodes:
+            return self
+        return DraftTree(self.token_ids[:num_nodes], self.parents[:num_nodes], self.probabilities[:num_nodes])
