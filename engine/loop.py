@@ -137,6 +137,7 @@ class EngineLoop:
                     cache_root=message.cache_root,
                     priority=message.priority,
                     tenant=message.tenant,
+                    retention_s=message.retention_s,
                 )
             )
         except DuplicateRequestError as error:

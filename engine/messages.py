@@ -22,6 +22,7 @@ class Submit(msgspec.Struct, tag="submit", kw_only=True, omit_defaults=True):
     cache_root: str = ""
     priority: int = 0
     tenant: str = ""  # waiting requests are admitted in fair shares between tenants
+    retention_s: float = 0.0  # the client asks that what this leaves in the cache stays so long; 0: nothing asked
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -58,6 +58,7 @@ class Request:
     cache_root: str = ""  # tenant and cache salt; prefixes are never shared across roots
     priority: int = 0  # lower goes first
     tenant: str = ""  # who shares fairly with whom
+    retention_s: float = 0.0  # for how long the client asks that what this leaves in the cache stays
     fair_start: float = 0.0  # given by the scheduler: its place among the tenants' waiting requests
     arrival_s: float = 0.0
     arrival_number: int = 0  # given by the scheduler; orders requests of equal priority

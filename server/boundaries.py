@@ -16,8 +16,10 @@ from typing import Any
 import msgspec
 
 from turnkeep.cache.boundary import Boundary
+from turnkeep.server.cache_hints import CacheMark
 from turnkeep.server.chat_messages import Message, TemplateError, normalize_messages
 from turnkeep.server.chat_template import ChatTemplate
+from turnkeep.server.common_prefix import common_prefix_length, common_prefix_tokens
 from turnkeep.server.probes import (
     ANSWER_PROBES,
     LOOP_PROBES,
@@ -28,12 +30,16 @@ from turnkeep.server.probes import (
     find_last_user,
     shorten,
 )
-from turnkeep.server.prompts import EncodedPrompt, Guarded, PromptEncoder, RenderSetting, common_prefix_length
+from turnkeep.server.prompts import EncodedPrompt, Guarded, PromptEncoder, RenderSetting
+from turnkeep.server.stable_position import (
+    UNSURE_TOKENS,
+    has_near_delimiter,
+    marked_ends,
+    stable_position,
+)
 from turnkeep.server.tokenizer import Tokenizer
 
 MIN_PLAIN_TRUNK_TOKENS = 16  # a shorter trunk without system text or tools is not worth a snapshot
-UNSURE_TOKENS = 8  # without a delimiter: a cut anywhere in a text was seen to change at most its last 4 tokens
-MAX_SLACK_TOKENS = 16
 NEAR_CHARS = 64  # a delimiter this near the end of a shared text is worth backing off to
 NUM_FULL_ROUNDS = 3  # rounds with every probe before a class of conversations is probed by its worst one
 MAX_CLASSES = 256
@@ -61,6 +67,7 @@ class BoundaryCounters:
     num_failures: int = 0  # prompts for which no boundary could be found
     num_full_renderings: int = 0  # probes that had to render a whole long conversation
     num_far_delimiters: int = 0  # boundaries set without a delimiter near the end of what is repeated
+    num_lost_marks: int = 0  # cache marks of clients that the template does not print where they can be found
     num_unlike: int = 0  # classes whose short stand-in did not behave like the conversation
 
 
@@ -122,6 +129,17 @@ class BoundaryFinder:
         if tail is not None and tail > max(start or 0, trunk or 0):
             found.append(Boundary(tail, "turn_end"))
         return tuple(sorted(found, key=lambda boundary: boundary.position))
+
+    def declared_positions(
+        self, messages: Sequence[Message], marks: Sequence[CacheMark], prompt: EncodedPrompt
+    ) -> list[int]:
+        """Token positions of the places in canonical messages that the client has marked, ascending."""
+        try:
+            ends = marked_ends(self._encoder, prompt, messages, marks)
+        except TemplateError:
+            ends = []
+        self.counters.num_lost_marks += len(marks) - len(ends)
+        return [position for end in ends if (position := stable_position(self._encoder, prompt, end)) > 0]
 
     def turn_end(
         self,
@@ -343,33 +361,8 @@ class BoundaryFinder:
         return text[: ends[-1]] if ends else text
 
     def _position(self, prompt: EncodedPrompt, num_chars: int) -> int:
-        """Token position of a stable text length: behind the last delimiter within it, or a little before its end
-        where the last delimiter is far away. Never the whole prompt."""
-        num_cuts = prompt.num_cuts_within(num_chars)
-        position = prompt.cut_tokens[num_cuts - 1] if num_cuts else 0
-        end = prompt.cut_ends[num_cuts - 1] if num_cuts else 0
-        if num_chars - end > MAX_SLACK_TOKENS:  # a token has at least about one character
-            self.counters.num_far_delimiters += 1
-            start = prompt.cut_starts[num_cuts - 1] if num_cuts else 0
-            first = position - 1 if num_cuts else 0
-            ids = self._encoder.encode_piece(prompt.text[start:num_chars], prompt.guarded.guard)[0]
-            sure = first + common_prefix_tokens(prompt.token_ids[first:], ids) - UNSURE_TOKENS
-            if sure > position + MAX_SLACK_TOKENS - UNSURE_TOKENS:
-                position = sure
-        # The prompt's last token must be fed to get an answer; before a delimiter is as stable as behind it.
-        return min(position, len(prompt.token_ids) - 1)
-
-
-def common_prefix_tokens(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of leading tokens two sequences share."""
-    limit = min(len(first), len(second))
-    start = 0
-    while start < limit and list(first[start : start + 512]) == list(second[start : start + 512]):
-        start += 512
-    for index in range(start, min(limit, start + 512)):
-        if first[index] != second[index]:
-            return index
-    return min(limit, max(start, min(limit, start + 512)))
+        self.counters.num_far_delimiters += not has_near_delimiter(prompt, num_chars)
+        return stable_position(self._encoder, prompt, num_chars)
 
 
 def _common_prefix(texts: list[str]) -> str:

@@ -93,6 +93,9 @@ class ChatCompletionRequest(msgspec.Struct, kw_only=True):
     vllm_xargs: Any = None
     prompt_cache_key: Any = None
     metadata: Any = None
+    # How long to keep what the request leaves in the cache: read by cache_hints.py, bounded, and never refused.
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     # Known, and refused when they ask for something that is not served.
     chat_template: Any = None
     functions: Any = None

@@ -147,10 +147,11 @@ def _content(content: object, path: str) -> str:
         return replace_lone_surrogates(content)
     if not isinstance(content, list):
         raise MessageError(f"{path} must be a string or a list of text parts", path)
-    return replace_lone_surrogates("".join(_part(part, f"{path}[{i}]") for i, part in enumerate(content)))
+    return replace_lone_surrogates("".join(part_text(part, f"{path}[{i}]") for i, part in enumerate(content)))
 
 
-def _part(part: object, path: str) -> str:
+def part_text(part: object, path: str) -> str:
+    """Text of one part of a content list. Raises MessageError for what is no text."""
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):

@@ -284,6 +284,7 @@ class ChatService:
             boundaries=prompt.boundaries,
             cache_root=root,
             priority=request.priority,
+            retention_s=request.retention_s,
         )
 
     def _vocab_size(self) -> int:

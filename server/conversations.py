@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turnkeep.server.common_prefix import common_prefix_tokens
+
 MAX_ID_BYTES = 256
 FINAL_HEADERS = ("x-conversation-final", "x-dynamo-session-final")
 MAX_TURNS = 64  # turns kept per conversation, for the report
 MAX_BRANCHES = 8  # prompts kept per conversation to compare the next one with
-COMPARED_BLOCK_TOKENS = 1024
 OPENS_PER_TRIM = 256
 
 
@@ -349,17 +350,3 @@ class ConversationTable:
                 return
             del self._table[key]
             self.counters["expired"] += 1
-
-
-def common_prefix_tokens(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of leading tokens two sequences of one type share."""
-    limit = min(len(first), len(second))
-    start = 0
-    while start < limit:
-        end = min(limit, start + COMPARED_BLOCK_TOKENS)
-        if first[start:end] != second[start:end]:
-            while first[start] == second[start]:
-                start += 1
-            return start
-        start = end
-    return limit

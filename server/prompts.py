@@ -15,6 +15,7 @@ from typing import Any
 
 from turnkeep.server.chat_messages import Message, TemplateError, relaxed_messages
 from turnkeep.server.chat_template import ChatTemplate
+from turnkeep.server.common_prefix import common_prefix_length
 from turnkeep.server.tokenizer import Tokenizer, replace_lone_surrogates
 
 # What an agent itself writes as tokens: in its own messages these strings mean what they say. Clients that know no
@@ -23,7 +24,6 @@ AGENT_MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 GUARDS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # Unicode noncharacters: not for interchange
 PROMPTS_PER_KEY = 3
 RECENT_PROMPTS = 4
-COMPARED_BLOCK_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +67,6 @@ class EncodedPrompt:
     def num_cuts_within(self, num_chars: int) -> int:
         """How many delimiters end at or before a character position."""
         return bisect.bisect_right(self.cut_ends, num_chars)
-
-
-def common_prefix_length(first: str, second: str) -> int:
-    """Number of leading characters two texts share."""
-    limit = min(len(first), len(second))
-    start = 0
-    while start < limit and first[start : start + COMPARED_BLOCK_CHARS] == second[start : start + COMPARED_BLOCK_CHARS]:
-        start += COMPARED_BLOCK_CHARS
-    if start >= limit:
-        return limit
-    low, high = start, min(limit, start + COMPARED_BLOCK_CHARS)
-    while low < high:  # the first `low` characters are equal, the first `high + 1` are not
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class PromptEncoder:

@@ -18,6 +18,7 @@ from turnkeep.server.chat_messages import TemplateError
 from turnkeep.server.chat_template import ChatTemplate
 from turnkeep.server.parsers import OutputFormat, select_format
 from turnkeep.server.prompts import DEFAULT_SETTING, EncodedPrompt, Guarded, PromptEncoder
+from turnkeep.server.stable_position import with_declared
 from turnkeep.server.tokenizer import Tokenizer
 from turnkeep.server.turn_events import TokenText
 from turnkeep.server.turn_request import SamplingDefaults, TurnRequest
@@ -38,6 +39,7 @@ class Prompt:
     encoded: EncodedPrompt
     boundaries: tuple[Boundary, ...]
     now: float  # what templates that write the date were given
+    num_declared_tokens: int = 0  # up to the last place that the client has marked
     is_chat: bool = True  # False: a bare text, continued without a template
 
 
@@ -108,7 +110,10 @@ class TextModel:
         boundaries = self.boundaries.prompt_boundaries(
             request.messages, request.tools, kwargs, encoded.token_ids, prompt=encoded, now=now
         )
-        return Prompt(encoded, boundaries, now)
+        if not request.cache_marks:
+            return Prompt(encoded, boundaries, now)
+        declared = self.boundaries.declared_positions(request.messages, request.cache_marks, encoded)
+        return Prompt(encoded, with_declared(boundaries, declared), now, num_declared_tokens=max(declared, default=0))
 
     def prepare_text(self, text: str) -> Prompt:
         """A bare text to be continued, after what the tokenizer puts before a text, unless the text begins with it.

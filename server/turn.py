@@ -46,6 +46,7 @@ class Choice:
         self.text = AnswerText(text_model, request, prompt, submit.sampling.stop_token_ids, index)
         self.num_prompt_tokens = len(submit.prompt_ids)
         self.num_matched_tokens = 0
+        self.num_declared_tokens = prompt.num_declared_tokens
         self.finished: Finished | None = None
         self.is_ended = False  # everything that follows Finished is done too
         self.is_stop_sent = False
@@ -61,6 +62,7 @@ class Choice:
             self.text.num_output_tokens,
             self.text.num_reasoning_tokens,
             self.text.stop_string,
+            self.num_declared_tokens,
         )
 
 
@@ -189,7 +191,8 @@ class Turn:
             if self.is_admitted:
                 return []
             self.is_admitted = True
-            return [TurnStarted(self.prompt.encoded.token_ids, event.num_cached_tokens)]
+            prompt = self.prompt
+            return [TurnStarted(prompt.encoded.token_ids, event.num_cached_tokens, prompt.num_declared_tokens)]
         return await self._finish(choice, event)
 
     async def _finish(self, choice: Choice, finished: Finished) -> list[TurnEvent]:

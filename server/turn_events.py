@@ -42,6 +42,7 @@ class TurnStarted:
 
     prompt_ids: list[int]
     num_cached_tokens: int
+    num_declared_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -71,6 +72,12 @@ class ChoiceEnded:
     num_output_tokens: int
     num_reasoning_tokens: int
     stop_string: str | None = None  # the one that ended it, where one did
+    num_declared_tokens: int = 0  # of the prompt, up to the last place that the client has marked for caching
+
+
+def num_written_tokens(num_cached_tokens: int, num_declared_tokens: int) -> int:
+    """What APIs with cache marks count as written to the cache: up to the last mark, what was not there yet."""
+    return max(0, num_declared_tokens - num_cached_tokens)
 
 
 TurnEvent = TurnStarted | TurnDelta | ChoiceEnded

@@ -15,6 +15,7 @@ import msgspec
 
 from turnkeep.scheduler.request import SamplingParams
 from turnkeep.server import errors
+from turnkeep.server.cache_hints import CacheMark, cache_marks, retention_s
 from turnkeep.server.chat_completions import ChatCompletionRequest
 from turnkeep.server.chat_messages import (
     TemplateError,
@@ -84,6 +85,8 @@ class TurnRequest:
     return_token_ids: bool = False
     priority: int = 0
     cache_salt: str | None = None
+    cache_marks: tuple[CacheMark, ...] = ()  # places that the client says later prompts will repeat
+    retention_s: float = 0.0
 
 
 def to_turn(request: ChatCompletionRequest, defaults: SamplingDefaults, vocab_size: int) -> TurnRequest:
@@ -117,6 +120,8 @@ def to_turn(request: ChatCompletionRequest, defaults: SamplingDefaults, vocab_si
         return_token_ids=bool(request.return_token_ids),
         priority=_priority(request.priority),
         cache_salt=_cache_salt(request.cache_salt),
+        cache_marks=cache_marks(request.messages),
+        retention_s=retention_s(request),
     )
 
 

@@ -14,19 +14,29 @@ from turnkeep.server import event_stream
 from turnkeep.server.errors import ApiError
 from turnkeep.server.messages_api.refusals import messages_envelope
 from turnkeep.server.messages_api.signature import make_signature
-from turnkeep.server.turn_events import ChoiceEnded, ToolCallDelta, TurnDelta, TurnEvent, TurnStarted
+from turnkeep.server.turn_events import (
+    ChoiceEnded,
+    ToolCallDelta,
+    TurnDelta,
+    TurnEvent,
+    TurnStarted,
+    num_written_tokens,
+)
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 Event = dict[str, Any]
 
 
-def usage_dict(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> dict[str, int]:
-    """input_tokens are those that had to be computed. Nothing is ever written to the cache at the client's request or
-    cost, so cache_creation_input_tokens is 0 and the three inputs add up to the prompt."""
+def usage_dict(
+    num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int, num_declared_tokens: int
+) -> dict[str, int]:
+    """What had to be computed up to the client's last cache mark counts as created, the rest of it as input; with what
+    was read, they add up to the prompt."""
+    num_written = num_written_tokens(num_cached_tokens, num_declared_tokens)
     return {
-        "input_tokens": num_prompt_tokens - num_cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": num_prompt_tokens - num_cached_tokens - num_written,
+        "cache_creation_input_tokens": num_written,
         "cache_read_input_tokens": num_cached_tokens,
         "output_tokens": num_output_tokens,
     }
@@ -60,7 +70,7 @@ class MessageEvents:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage_dict(len(started.prompt_ids), started.num_cached_tokens, 0),
+            "usage": usage_dict(len(started.prompt_ids), started.num_cached_tokens, 0, started.num_declared_tokens),
         }
         return {"type": "message_start", "message": message}
 
@@ -115,7 +125,9 @@ class MessageEvents:
             "stop_reason": "stop_sequence" if is_sequence else STOP_REASONS[ended.reason],
             "stop_sequence": ended.stop_string if is_sequence else None,
         }
-        usage = usage_dict(ended.num_prompt_tokens, ended.num_cached_tokens, ended.num_output_tokens)
+        usage = usage_dict(
+            ended.num_prompt_tokens, ended.num_cached_tokens, ended.num_output_tokens, ended.num_declared_tokens
+        )
         return [
             *self._close(),
             {"type": "message_delta", "delta": delta, "usage": usage},

@@ -31,7 +31,7 @@ def to_chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
     """Raises ApiError 400."""
     fields: dict[str, Any] = {
         "model": body.model,
-        "messages": [*_system(body.system), *_messages(body.messages)],
+        "messages": [*_system(body.system), *_marked(_messages(body.messages), body.cache_control)],
         "tools": _tools(body.tools),
         "metadata": body.metadata,
         "cache_salt": body.cache_salt,
@@ -69,8 +69,23 @@ def _system(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         return []
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
     texts = [_text(block, f"system.{index}") for index, block in enumerate(blocks)]
-    text = "\n\n".join(text for text in texts if text and not text.startswith(BILLING_PREFIX))
-    return [{"role": "system", "content": text}] if text else []
+    kept = [(t, b) for t, b in zip(texts, blocks, strict=True) if t and not t.startswith(BILLING_PREFIX)]
+    return [{"role": "system", "content": _joined(kept, "\n\n")}] if kept else []
+
+
+def _marked(messages: list[dict[str, Any]], mark: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """A mark on the request itself stands behind its last message."""
+    return messages if mark is None or not messages else [*messages[:-1], {**messages[-1], "cache_control": mark}]
+
+
+def _joined(texts: Sequence[tuple[str, Mapping[str, Any]]], separator: str) -> str | list[dict[str, Any]]:
+    """Texts with the blocks that they come from as one content: one string, or parts where a block is marked."""
+    if not any(_mark(block) for _, block in texts):
+        return separator.join(text for text, _ in texts)
+    return [
+        {"type": "text", "text": (separator if number else "") + text, **_mark(block)}
+        for number, (text, block) in enumerate(texts)
+    ]
 
 
 def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -87,8 +102,8 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         elif role == "assistant":
             result.append(_assistant(content, path))
         elif role == "system":
-            texts = [_text(block, f"{path}.content.{number}") for number, block in enumerate(content)]
-            result.append({"role": "system", "content": "\n\n".join(texts)})
+            texts = [(_text(block, f"{path}.content.{number}"), block) for number, block in enumerate(content)]
+            result.append({"role": "system", "content": _joined(texts, "\n\n")})
         else:
             raise errors.bad_request(f"{path}.role: must be 'user', 'assistant' or 'system'", f"{path}.role")
     return result
@@ -97,11 +112,11 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _user(content: Sequence[Any], path: str) -> list[dict[str, Any]]:
     """A user message is what the user says and the results of tools, in the order in which they stand."""
     result: list[dict[str, Any]] = []
-    texts: list[str] = []
+    texts: list[tuple[str, Mapping[str, Any]]] = []
 
     def say() -> None:
         if texts:
-            result.append({"role": "user", "content": "\n".join(texts)})
+            result.append({"role": "user", "content": _joined(texts, "\n")})
             texts.clear()
 
     for number, block in enumerate(content):
@@ -110,7 +125,7 @@ def _user(content: Sequence[Any], path: str) -> list[dict[str, Any]]:
             say()
             result.append(_tool_result(block, block_path))
         elif block["type"] not in PASSED_OVER:
-            texts.append(_text(block, block_path))
+            texts.append((_text(block, block_path), block))
     say()
     return result or [{"role": "user", "content": ""}]
 
@@ -138,7 +153,12 @@ def _assistant(content: Sequence[Any], path: str) -> dict[str, Any]:
         message["reasoning_content"] = "".join(reasoning)
     if calls:
         message["tool_calls"] = calls
-    return message
+    return {**message, **_mark(next((block for block in content if _mark(block)), {}))}
+
+
+def _mark(block: Mapping[str, Any]) -> dict[str, Any]:
+    """The cache mark of a block, as a field of its message or tool."""
+    return {"cache_control": block["cache_control"]} if isinstance(block.get("cache_control"), Mapping) else {}
 
 
 def _reasoning(block: Mapping[str, Any], path: str) -> str:
@@ -160,7 +180,7 @@ def _tool_result(block: Mapping[str, Any], path: str) -> dict[str, Any]:
         raise errors.bad_request(f"{path}.content: a string or a list of blocks is required", f"{path}.content")
     if block.get("is_error") is True and not text.lower().lstrip("<").startswith(("error", "tool_use_error")):
         text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", path), "content": text}
+    return {"role": "tool", "tool_call_id": _string(block, "tool_use_id", path), "content": text, **_mark(block)}
 
 
 def _result_part(part: Any, path: str) -> str:
@@ -213,7 +233,7 @@ def _tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | 
         function: dict[str, Any] = {"name": _string(tool, "name", path), "parameters": schema}
         if tool.get("description") is not None:
             function["description"] = _string(tool, "description", path)
-        result.append({"type": "function", "function": function})
+        result.append({"type": "function", "function": function, **_mark(tool)})
     return result or None
 
 

@@ -24,6 +24,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # where older clients have what now is output_config.format
     metadata: Any = None
+    cache_control: dict[str, Any] | None = None  # a cache mark behind the last message
     cache_salt: str | None = None  # as in chat completions: divides the tenant's prefixes further
     conversation_id: Any = None
     session_id: Any = None

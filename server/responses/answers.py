@@ -23,6 +23,7 @@ from turnkeep.server.turn_events import (
     ToolCallDelta,
     TurnEvent,
     TurnStarted,
+    num_written_tokens,
 )
 from turnkeep.server.turn_request import SamplingDefaults
 
@@ -321,8 +322,10 @@ class ResponseBuilder:
 def usage_dict(ended: ChoiceEnded) -> dict[str, Any]:
     return {
         "input_tokens": ended.num_prompt_tokens,
-        # Nothing is ever written to the cache at the client's request or cost.
-        "input_tokens_details": {"cached_tokens": ended.num_cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": ended.num_cached_tokens,
+            "cache_write_tokens": num_written_tokens(ended.num_cached_tokens, ended.num_declared_tokens),
+        },
         "output_tokens": ended.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": ended.num_reasoning_tokens},
         "total_tokens": ended.num_prompt_tokens + ended.num_output_tokens,

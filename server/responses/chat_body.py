@@ -18,7 +18,7 @@ SAME_FIELDS = (
     "model", "parallel_tool_calls", "temperature", "top_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "priority",
     "cache_salt", "chat_template_kwargs", "chat_template", "conversation_id", "session_id", "conversation_params",
-    "vllm_xargs", "prompt_cache_key", "prompt_cache_retention", "metadata",
+    "vllm_xargs", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "metadata",
 )  # fmt: skip
 
 # Field of a chat completion -> the same thing in a response.

@@ -96,7 +96,19 @@ def _message(item: Mapping[str, Any], path: str) -> Item:
     if role not in ROLES:
         raise errors.bad_request(f"{path}.role must be one of {', '.join(ROLES)}.", f"{path}.role")
     parts = [_text_part(text, role) for text in _texts(content, f"{path}.content")]
+    if isinstance(content, list):
+        parts = [{**part, **_cache_mark(given)} for part, given in zip(parts, content, strict=True)]
     return {"role": role, "status": "completed", "content": parts}
+
+
+def _cache_mark(part: Mapping[str, Any]) -> Item:
+    """The client's word that later prompts will repeat everything up to the end of this part; it stays with the item,
+    since it is as true in the turns that follow."""
+    mark = part.get("prompt_cache_breakpoint")
+    if not isinstance(mark, Mapping):
+        return {}
+    known = {key: mark[key] for key in ("mode", "ttl") if isinstance(mark.get(key), str)}
+    return {"prompt_cache_breakpoint": {key: errors.shorten(value, MAX_ID_CHARS) for key, value in known.items()}}
 
 
 def _text_part(text: str, role: str) -> Item:

@@ -27,7 +27,7 @@ def to_messages(items: Iterable[Item], instructions: str | None = None) -> list[
         kind = item["type"]
         if kind == "message" and item["role"] != "assistant":
             answer = None
-            messages.append({"role": item["role"], "content": text_of(item["content"])})
+            messages.append({"role": item["role"], "content": _content(item["content"])})
         elif kind in ("function_call_output", "custom_tool_call_output"):
             answer = None
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
@@ -63,6 +63,11 @@ def _add_to_answer(answer: Message, item: Item) -> None:
         function = {"name": flat_name(item["name"], item.get("namespace")), "arguments": arguments}
         call = {"id": item["call_id"], "type": "function", "function": function}
         answer.setdefault("tool_calls", []).append(call)
+
+
+def _content(parts: list[Item]) -> str | list[Item]:
+    """One text, or where a part is marked the parts."""
+    return parts if any("prompt_cache_breakpoint" in part for part in parts) else text_of(parts)
 
 
 def text_of(parts: Iterable[Item]) -> str:

@@ -70,6 +70,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
     # Sampling beyond OpenAI's, under vLLM's names; checked as for chat completions.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

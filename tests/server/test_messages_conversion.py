@@ -109,7 +109,7 @@ def test_tools_and_choices_become_those_of_chat() -> None:
     ]
     chat = to_chat_request(request([user(text("Hi"))], tools=tools, tool_choice={"type": "any"}))
     function = {"name": "get_order", "description": "d", "parameters": {"type": "object"}}
-    assert chat.tools == [{"type": "function", "function": function}]
+    assert chat.tools == [{"type": "function", "function": function, "cache_control": {}}]
     assert (chat.tool_choice, chat.parallel_tool_calls) == ("required", True)
     choice = {"type": "tool", "name": "get_order", "disable_parallel_tool_use": True}
     chat = to_chat_request(request([user(text("Hi"))], tools=tools, tool_choice=choice))

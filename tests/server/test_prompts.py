@@ -10,7 +10,8 @@ from text_fixtures import NOW, SPOOFED, TEMPLATE_NAMES, TOOLS, RandomConversatio
 
 from turnkeep.server.chat_messages import TemplateError, normalize_messages
 from turnkeep.server.chat_template import ChatTemplate
-from turnkeep.server.prompts import GUARDS, PromptEncoder, common_prefix_length
+from turnkeep.server.common_prefix import common_prefix_length
+from turnkeep.server.prompts import GUARDS, PromptEncoder
 
 
 def encoder_of(name: str) -> PromptEncoder:
