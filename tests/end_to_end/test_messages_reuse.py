@@ -61,7 +61,8 @@ class Agent:
             model="demo", system=fields["system"], tools=fields["tools"], messages=fields["messages"]
         )
         cached = usage.cache_read_input_tokens or 0
-        assert usage.input_tokens + cached == counted.input_tokens
+        created = usage.cache_creation_input_tokens or 0
+        assert usage.input_tokens + created + cached == counted.input_tokens
         prompt = self.prompt_ids()
         known = max((common_prefix(prompt, seen) for seen in self.computed), default=0)
         if isinstance(fields["messages"][-1]["content"], list):  # a tool's result: the whole last answer comes back
