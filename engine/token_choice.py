@@ -109,7 +109,9 @@ def _tree(item: StepItem, row_after: Callable[[Sequence[int]], SamplingRow | Non
     root, draft = item.token_ids[-1], item.draft
     if draft is None:
         return TreeToVerify((root,), (-1,), row_after)
-    return TreeToVerify((root, *draft.token_ids), (-1, *(parent + 1 for parent in draft.parents)), row_after)
+    # Without penalties and grammar a row follows from the number of tokens before it. Greedy tokens need no call each.
+    any_path = item.history is None and item.sampling is not None and item.sampling.temperature > 0.0
+    return TreeToVerify((root, *draft.token_ids), (-1, *(parent + 1 for parent in draft.parents)), row_after, any_path)
 
 
 def _is_plain_greedy(sampling: SamplingParams) -> bool:

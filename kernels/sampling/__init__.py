@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from turnkeep.kernels.sampling.logit_changes import change_logits
-from turnkeep.kernels.sampling.noise import gumbel_noise, gumbel_noise_rows, philox4x32
+from turnkeep.kernels.sampling.noise import gumbel_noise, gumbel_noise_rows
+from turnkeep.kernels.sampling.philox import philox4x32
 from turnkeep.kernels.sampling.reference import InvalidLogitsError, sample_reference, top_logprobs_reference
 from turnkeep.kernels.sampling.sampling_batch import GREEDY, SamplingBatch, SamplingRow
 from turnkeep.kernels.sampling.verify import TreeToVerify, VerifiedTree, verify_trees

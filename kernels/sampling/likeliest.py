@@ -34,16 +34,18 @@ def num_kept(scaled: torch.Tensor, prefix: torch.Tensor, rows: Sequence[Sampling
     """
     vocab_size, length = scaled.shape[1], prefix.shape[1]
     device = scaled.device
-    floor = torch.tensor([math.log(row.min_p) if row.min_p > 0.0 else -torch.inf for row in rows], device=device)
-    passing = (scaled >= floor[:, None]).sum(-1)
-    top_k = torch.tensor([row.top_k if row.top_k > 0 else vocab_size for row in rows], device=device)
-    limit = torch.minimum(passing, top_k)  # [K] tokens left by min_p and top_k
+    limit = torch.tensor([min(row.top_k or vocab_size, vocab_size) for row in rows], device=device)
+    if any(row.min_p > 0.0 for row in rows):
+        floor = torch.tensor([math.log(row.min_p) if row.min_p > 0.0 else -torch.inf for row in rows], device=device)
+        limit = torch.minimum(limit, (scaled >= floor[:, None]).sum(-1))  # [K] tokens left by min_p and top_k
+    if all(row.top_p >= 1.0 for row in rows):
+        return limit if bool((limit <= length).all()) else None
 
     mass = prefix.to(torch.float64).exp_()
     cumulative = mass.cumsum(-1)
-    whole = scaled.to(torch.float64).exp_().sum(-1)
-    at_limit = cumulative.gather(1, (limit - 1).clamp(max=length - 1)[:, None]).squeeze(1)
-    total = torch.where(limit == vocab_size, whole, at_limit)
+    total = cumulative.gather(1, (limit - 1).clamp_(max=length - 1)[:, None]).squeeze(1)
+    if any(row.top_k == 0 and row.min_p == 0.0 for row in rows):
+        total = torch.where(limit == vocab_size, scaled.to(torch.float64).exp_().sum(-1), total)
     top_p = torch.tensor([row.top_p if row.top_p < 1.0 else torch.inf for row in rows], dtype=torch.float64)
     # A token stays while the mass before it is short of top_p: the one that crosses the line is kept.
     inside = cumulative - mass < (top_p.to(device) * total)[:, None]

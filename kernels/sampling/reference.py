@@ -12,8 +12,9 @@ from turnkeep.kernels.sampling.logit_changes import change_logits
 from turnkeep.kernels.sampling.noise import gumbel_noise, gumbel_noise_rows
 from turnkeep.kernels.sampling.sampling_batch import SamplingBatch, SamplingRow
 
-# Filters look at this many of the likeliest tokens first; the rest of the row is sorted only if they do not decide.
-NUM_CANDIDATES = 256
+# Filters look at this many of the likeliest tokens first, at more of them only if they do not decide.
+NUM_CANDIDATES = 64
+MORE_CANDIDATES = 16  # times as many
 # Noise is drawn for kept tokens alone while they are at most this share of the vocabulary (one draw serves four
 # neighbours when the whole row is drawn).
 MAX_KEPT_SHARE = 1 / 8
@@ -34,13 +35,11 @@ def sample_reference(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor
     logits = change_logits(logits.to(torch.float32), batch.rows)
     largest, token_ids = _largest(logits)
     drawn = [index for index, row in enumerate(batch.rows) if row.temperature > 0.0]
+    if len(drawn) == len(batch.rows):
+        return _draw(logits, largest, batch.rows)
     if drawn:
-        rows = [batch.rows[index] for index in drawn]
         index = torch.tensor(drawn, dtype=torch.int64, device=logits.device)
-        temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=logits.device)
-        # Measured from the largest logit, a tiny temperature gives -inf for the others instead of inf - inf.
-        scaled = (logits[index] - largest[index, None]) / temperatures[:, None]
-        token_ids[index] = _draw(scaled, rows)
+        token_ids[index] = _draw(logits[index], largest[index], [batch.rows[index] for index in drawn])
     return token_ids
 
 
@@ -53,8 +52,11 @@ def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, token_ids
 
 
-def _draw(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Sampled ids [K] of rows with a temperature; scaled [K, V] as in `num_kept`."""
+def _draw(logits: torch.Tensor, largest: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Sampled ids [K] of rows with a temperature; logits [K, V] and the largest of each row [K]."""
+    temperatures = torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=logits.device)
+    # Measured from the largest logit, a tiny temperature gives -inf for the others instead of inf - inf.
+    scaled = (logits - largest[:, None]) / temperatures[:, None]
     seeds = torch.tensor([_signed(row.seed) for row in rows], dtype=torch.int64, device=scaled.device)
     positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=scaled.device)
     if not any(_is_filtered(row) for row in rows):
@@ -73,13 +75,11 @@ def _draw(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 def _kept(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of the tokens that the filters keep and which of them count, [K, n] each, n the largest kept set."""
     vocab_size = scaled.shape[1]
-    length = NUM_CANDIDATES if vocab_size > 2 * NUM_CANDIDATES else vocab_size
-    values, ids = likeliest(scaled, length)
-    counts = num_kept(scaled, values, rows)
-    if counts is None:
-        values, ids = likeliest(scaled, vocab_size)
+    length, counts = NUM_CANDIDATES, None
+    while counts is None:
+        values, ids = likeliest(scaled, length if 2 * length < vocab_size else vocab_size)
         counts = num_kept(scaled, values, rows)
-        assert counts is not None
+        length *= MORE_CANDIDATES
     ids = ids[:, : int(counts.max())]
     return ids, torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
 

@@ -9,7 +9,7 @@ for the nodes on the walk alone, so penalties and grammars see the path of their
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -18,6 +18,10 @@ import torch
 from turnkeep.kernels.sampling.reference import InvalidLogitsError, sample_reference
 from turnkeep.kernels.sampling.sampling_batch import GREEDY, SamplingBatch, SamplingRow
 
+# Nodes x vocabulary up to which tokens are chosen at all nodes in one call; on a processor larger ones cost more than
+# the calls they save.
+MAX_CHOSEN_AHEAD = 1 << 15
+
 
 @dataclass(slots=True, frozen=True)
 class TreeToVerify:
@@ -25,12 +29,14 @@ class TreeToVerify:
 
     token_ids[0] is the root, a token that is known already; parents[0] is -1. `row_after(path)` says how the token
     after the root and the drafted tokens `path` is chosen. None: none may be chosen there (the path ends with a stop
-    token, or a grammar cannot go on), and the walk ends with the last token of the path.
+    token, or a grammar cannot go on), and the walk ends with the last token of the path. It is asked along the walk
+    alone unless `any_path`: then it costs little and may be asked for any node.
     """
 
     token_ids: Sequence[int]
     parents: Sequence[int]
     row_after: Callable[[Sequence[int]], SamplingRow | None]
+    any_path: bool = False
 
 
 @dataclass(slots=True)
@@ -57,6 +63,7 @@ def verify_trees(logits: torch.Tensor, trees: Sequence[TreeToVerify]) -> list[Ve
     chooser = _Chooser(logits)
     walks = [_Walk(tree, start) for tree, start in zip(trees, starts, strict=False)]
     verified = [walk.verified for walk in walks]
+    chooser.choose_ahead(walks)
     while walks:
         rows = [(walk, walk.next_row()) for walk in walks]
         going = [(walk, row) for walk, row in rows if row is not None]
@@ -84,6 +91,14 @@ class _Walk:
         """Row of the logits."""
         return self._start + self._node
 
+    @property
+    def may_choose_ahead(self) -> bool:
+        return self._tree.any_path and len(self._tree.parents) > 1
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._tree.parents)
+
     def next_row(self) -> SamplingRow | None:
         return self._tree.row_after(self.verified.token_ids)
 
@@ -100,6 +115,17 @@ class _Walk:
                 return True
         return False
 
+    def rows(self) -> Iterator[tuple[int, SamplingRow]]:
+        """Place and row of every node after which a token may be chosen by noise."""
+        tree = self._tree
+        paths: list[tuple[int, ...]] = [()]
+        for node in range(len(tree.parents)):
+            if node > 0:
+                paths.append((*paths[tree.parents[node]], tree.token_ids[node]))
+            row = tree.row_after(paths[node])
+            if row is not None and row is not GREEDY:
+                yield self._start + node, row
+
 
 class _Chooser:
     """Tokens at single rows of the logits. The largest of all rows are found at once, when first needed."""
@@ -107,14 +133,29 @@ class _Chooser:
     def __init__(self, logits: torch.Tensor) -> None:
         self._logits = logits
         self._largest: list[int | None] | None = None
+        self._ahead: dict[int, int | None] = {}  # by place
+
+    def choose_ahead(self, walks: Sequence[_Walk]) -> None:
+        """One call for whole trees instead of one a level, where that is cheaper."""
+        wide = [walk for walk in walks if walk.may_choose_ahead]
+        num_nodes = sum(walk.num_nodes for walk in wide)
+        if self._logits.device.type == "cpu" and num_nodes * self._logits.shape[1] > MAX_CHOSEN_AHEAD:
+            return
+        found = [pair for walk in wide for pair in walk.rows()]
+        if found:
+            places, rows = [place for place, _ in found], [row for _, row in found]
+            self._ahead = dict(zip(places, self._sample(places, rows), strict=True))
 
     def choose(self, places: Sequence[int], rows: Sequence[SamplingRow]) -> list[int | None]:
         """None where the logits give no token."""
-        others = [index for index, row in enumerate(rows) if row is not GREEDY]
-        chosen: list[int | None] = [None] * len(rows)
-        if len(others) < len(rows):
+        others = [i for i, row in enumerate(rows) if row is not GREEDY and places[i] not in self._ahead]
+        chosen: list[int | None] = [self._ahead.get(place) for place in places]
+        if any(row is GREEDY for row in rows):
             largest = self._largest_of_all()
-            chosen = [largest[place] for place in places]
+            chosen = [
+                largest[place] if row is GREEDY else chosen[i]
+                for i, (place, row) in enumerate(zip(places, rows, strict=True))
+            ]
         if others:
             sampled = self._sample([places[index] for index in others], [rows[index] for index in others])
             for index, token in zip(others, sampled, strict=True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from turnkeep.kernels.sampling import gumbel_noise, gumbel_noise_rows, philox4x32
+from turnkeep.kernels.sampling.philox_numpy import random_words
 
 FULL = 0xFFFFFFFF
 
@@ -67,6 +68,18 @@ def test_any_subset_of_tokens_has_the_bits_of_the_whole_row(vocab_size: int) -> 
     assert torch.equal(gumbel_noise(seeds[:, None], positions[:, None], ids), rows[:, ids])
     alone = gumbel_noise_rows(seeds[1:2], positions[1:2], vocab_size)
     assert torch.equal(alone[0], rows[1])
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 1), (3, 7)])
+def test_the_processors_words_are_those_of_the_definition(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(len(shape))
+    seeds = torch.randint(-(2**63), 2**63 - 1, shape, generator=generator)
+    positions = torch.randint(2**40, (3, 7), generator=generator)
+    blocks = torch.randint(2**32 - 1, (7,), generator=generator)
+    found = torch.from_numpy(random_words(seeds.numpy(), positions.numpy(), blocks.numpy()))
+    counter = (blocks, positions & FULL, positions >> 32, torch.zeros_like(positions))
+    expected = torch.broadcast_tensors(*philox4x32(counter, (seeds & FULL, (seeds >> 32) & FULL)))
+    assert torch.equal(found, torch.stack(expected, dim=-1))
 
 
 def test_seed_position_and_token_all_matter() -> None:

@@ -14,6 +14,7 @@ import torch
 from random_trees import draft_from_noise, random_tree
 from sampling_law import deviation_from_law, verified_pairs
 
+import turnkeep.kernels.sampling.verify as verify_module
 from turnkeep.kernels.sampling import (
     GREEDY,
     InvalidLogitsError,
@@ -75,8 +76,11 @@ def verify(
     parents: Sequence[int],
     rows: Callable[[Sequence[int]], SamplingRow | None],
 ) -> VerifiedTree:
+    """Both ways: level by level, and with all nodes' tokens chosen ahead."""
     logits = torch.stack([model([*prompt, *path]) for path in node_paths(token_ids, parents)])
-    return verify_trees(logits, [TreeToVerify(token_ids, parents, rows)])[0]
+    found = verify_trees(logits, [TreeToVerify(token_ids, parents, rows)])[0]
+    assert verify_trees(logits, [TreeToVerify(token_ids, parents, rows, any_path=True)])[0] == found
+    return found
 
 
 OPTIONS = {
@@ -181,6 +185,20 @@ def test_broken_logits_matter_only_on_the_walk_and_end_it_before_their_node(row:
     assert verify_trees(logits, [TreeToVerify(ids, parents, lambda path: row)]) == [VerifiedTree([0, 1], [2, 3])]
 
 
+def test_trees_too_wide_to_choose_ahead_are_walked_level_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = OPTIONS["filters"]
+    token_ids, parents = chain(plain_tokens(options, [2], 4))
+    rows = partial(row_after, options, [2])
+    expected = verify([2], token_ids, parents, rows)
+    assert len(expected.nodes) == 5
+    asked: list[Sequence[int]] = []
+    monkeypatch.setattr(verify_module, "MAX_CHOSEN_AHEAD", VOCAB_SIZE * len(token_ids) - 1)
+    logits = torch.stack([model([2, *path]) for path in node_paths(token_ids, parents)])
+    tree = TreeToVerify(token_ids, parents, lambda path: asked.append(tuple(path)) or rows(path), any_path=True)
+    assert verify_trees(logits, [tree]) == [expected]
+    assert [len(path) for path in asked] == [0, 1, 2, 3, 4]
+
+
 def test_rows_are_asked_for_along_the_walk_alone() -> None:
     """What a grammar has consumed is always what the request has generated: nothing is taken back."""
     asked: list[list[int]] = []
@@ -191,7 +209,9 @@ def test_rows_are_asked_for_along_the_walk_alone() -> None:
 
     plain = plain_tokens(SamplingRow(), [2], 3)
     wrong = (plain[0] + 1) % VOCAB_SIZE
-    verify([2], [2, wrong, plain[0], 5, plain[1]], [-1, 0, 0, 1, 2], record)
+    token_ids, parents = [2, wrong, plain[0], 5, plain[1]], [-1, 0, 0, 1, 2]
+    logits = torch.stack([model([2, *path]) for path in node_paths(token_ids, parents)])
+    verify_trees(logits, [TreeToVerify(token_ids, parents, record)])
     assert asked == [plain[:0], plain[:1], plain[:2]]
 
 
