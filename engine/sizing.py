@@ -54,26 +54,44 @@ class PoolSizes:
 
 
 def cache_spec(
-    config: ModelConfig, page_size: int, dtype: str, *, kv_dtype: str | None = None, state_dtype: str = "float32"
+    config: ModelConfig,
+    page_size: int,
+    dtype: str,
+    *,
+    kv_dtype: str | None = None,
+    state_dtype: str = "float32",
+    has_draft_head: bool = False,
 ) -> CacheSpec:
     """What the pools of this model hold: keys and values in `kv_dtype`, else in the weights' `dtype`.
+
+    has_draft_head: its layers' keys and values come after those of the model, and a row has one more part for it.
 
     Raises ValueError for a type that pools cannot have.
     """
     for name, value in (("kv_dtype", kv_dtype or dtype), ("state_dtype", state_dtype)):
         if value not in POOL_DTYPES:
             raise ValueError(f"{name} must be one of {', '.join(POOL_DTYPES)}, not {value!r}")
-    shapes = config.state_parts(state_dtype)
+    shapes, num_kv_layers = config.state_parts(state_dtype), config.num_attention_layers
+    if has_draft_head:
+        shapes += (config.draft_part(state_dtype),)
+        num_kv_layers += config.num_draft_kv_layers
     parts = tuple(StatePart(part.name, part.num_layers, tuple(part.shape), part.dtype) for part in shapes)
     kv = None
-    if config.num_attention_layers:
-        kv = KVSpec(config.num_attention_layers, config.num_kv_heads, config.head_dim, kv_dtype or dtype)
+    if num_kv_layers:
+        kv = KVSpec(num_kv_layers, config.num_kv_heads, config.head_dim, kv_dtype or dtype)
     return CacheSpec(page_size=page_size, kv=kv, state=StateSpec(parts) if parts else None)
 
 
-def engine_spec(model: ModelConfig, config: EngineConfig, dtype: str) -> CacheSpec:
+def engine_spec(model: ModelConfig, config: EngineConfig, dtype: str, *, has_draft_head: bool = False) -> CacheSpec:
     """`cache_spec` with the settings of an engine whose weights are in `dtype`."""
-    return cache_spec(model, config.page_size, dtype, kv_dtype=config.kv_dtype, state_dtype=config.state_dtype)
+    return cache_spec(
+        model,
+        config.page_size,
+        dtype,
+        kv_dtype=config.kv_dtype,
+        state_dtype=config.state_dtype,
+        has_draft_head=has_draft_head,
+    )
 
 
 def size_pools(spec: CacheSpec, config: EngineConfig, model_max_len: int, memory_bytes: int) -> PoolSizes:

@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 
 from turnkeep.models.gguf_metadata import GGUFTensor
 from turnkeep.models.gguf_source import GGUFSource
+from turnkeep.models.hf_folder import INDEX_FILE, SINGLE_FILE
+from turnkeep.models.model_source import ModelSource
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Narrower types need scales that this reader does not know.
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -49,6 +50,11 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor called `name`, on the CPU, in a floating point type. Raises WeightsError."""
+
+
+def open_checkpoint(source: ModelSource) -> Checkpoint:
+    """The weights of a model. Raises WeightsError for files that cannot be read."""
+    return GGUFTensors(source) if isinstance(source, GGUFSource) else SafetensorsFolder(source.path)
 
 
 class TensorsInMemory:

@@ -7,7 +7,7 @@ sizes its pools, and the server its limits, from these values. It knows no weigh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Literal, NamedTuple
 
@@ -194,7 +194,8 @@ class Multipliers:
 class ModelConfig:
     """One decoder. A layer here is one residual step, x + mixer(norm(x)): a Llama block counts as two layers.
 
-    `has_post_norms`: the mixer's output is normalised too, before it is added.
+    `has_post_norms`: the mixer's output is normalised too, before it is added. `draft_kinds` are the layers of the
+    draft head that the config tells of, of the same sizes as the decoder's own; none without a head.
     """
 
     model_type: str
@@ -214,6 +215,7 @@ class ModelConfig:
     multipliers: Multipliers = Multipliers()
     sliding: SlidingConfig | None = None
     has_post_norms: bool = False
+    draft_kinds: tuple[LayerKind, ...] = ()
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ModelConfig:
@@ -233,6 +235,15 @@ class ModelConfig:
         """Layers with a state."""
         return sum(kind in KINDS_WITH_STATE for kind in self.layer_kinds)
 
+    def of_draft_head(self) -> ModelConfig:
+        """A configuration whose layers are those of the draft head: the way its parameters and tensors are listed."""
+        return replace(self, layer_kinds=self.draft_kinds, draft_kinds=())
+
+    @property
+    def num_draft_kv_layers(self) -> int:
+        """Layers of the draft head with keys and values; their tensors come after those of the decoder."""
+        return sum(kind in KINDS_WITH_KV for kind in self.draft_kinds)
+
     def kv_index(self, position: int) -> int:
         """Which tensor of keys and values the layer at `position` owns, if it has one."""
         return sum(kind in KINDS_WITH_KV for kind in self.layer_kinds[:position])
@@ -250,6 +261,10 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Width of a key-value head, 0 without attention."""
         return self.attention.head_dim if self.attention else 0
+
+    def draft_part(self, dtype: str = "float32") -> StatePartShape:
+        """What a state row holds for the draft head: the last hidden state, which its next entry is made of."""
+        return StatePartShape("draft_hidden", 1, (self.hidden_size,), dtype)
 
     def state_parts(self, dtype: str = "float32") -> tuple[StatePartShape, ...]:
         """What one state row holds, in elements of `dtype`; empty without recurrent layers.

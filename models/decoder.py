@@ -45,10 +45,7 @@ class ResidualLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder for inference. Weights are uninitialised until `weights.py` fills them.
-
-    `draft_tensors` names the tensors of the checkpoint's draft head, which this decoder does not use.
-    """
+    """A decoder for inference. Weights are uninitialised until `weights.py` fills them."""
 
     rotary_frequencies: Tensor | None
     sliding_frequencies: Tensor | None
@@ -58,10 +55,9 @@ class Decoder(nn.Module):
         self.config = config
         self.dtype = dtype
         self.is_recurrent = config.num_recurrent_layers > 0
-        self.draft_tensors: tuple[str, ...] = ()
         self.embedding = empty_parameter(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(
-            ResidualLayer(_build_mixer(config, position, dtype), config, dtype)
+            ResidualLayer(build_mixer(config, position, dtype), config, dtype)
             for position in range(len(config.layer_kinds))
         )
         self.norm_weight = empty_parameter(config.hidden_size, dtype=torch.float32)
@@ -73,7 +69,7 @@ class Decoder(nn.Module):
             "sliding_frequencies": config.sliding.rope if config.sliding else None,
         }
         for name, rope in ropes.items():
-            frequencies = _rotary_frequencies(rope, config.head_dim) if rope else None
+            frequencies = make_rotary_frequencies(rope, config.head_dim) if rope else None
             self.register_buffer(name, frequencies, persistent=False)
 
     @property
@@ -117,7 +113,8 @@ class Decoder(nn.Module):
         return functional.linear(hidden, self.embedding if self.lm_head is None else self.lm_head).float()
 
 
-def _build_mixer(config: ModelConfig, position: int, dtype: torch.dtype) -> nn.Module:
+def build_mixer(config: ModelConfig, position: int, dtype: torch.dtype) -> nn.Module:
+    """The mixer of the layer at `position`. Raises ValueError for a kind that the config has no sizes for."""
     kind: LayerKind = config.layer_kinds[position]
     size, eps, kv, state = config.hidden_size, config.norm_eps, config.kv_index(position), config.state_index(position)
     if kind == "mamba2" and config.mamba2:
@@ -140,7 +137,8 @@ def _build_mixer(config: ModelConfig, position: int, dtype: torch.dtype) -> nn.M
     raise ValueError(f"layer {position} is of kind {kind!r} but the config has no sizes for it")
 
 
-def _rotary_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def make_rotary_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Angle per position of each rotated pair of channels: float32 [rotary_dim / 2]."""
     scaling = None
     if rope.llama3 is not None:
         factor, low, high, original = rope.llama3

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from turnkeep.models.model_source import ModelFilesError
 
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # what the format allows
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -49,6 +51,28 @@ class HFFolder:
 
     def config_dict(self) -> dict[str, Any]:
         return dict(self._config)
+
+    def tensor_names(self) -> tuple[str, ...]:
+        index = self._read_object(INDEX_FILE, required=False)
+        if not (self.path / SINGLE_FILE).is_file() and isinstance(index.get("weight_map"), dict):
+            return tuple(index["weight_map"])
+        return tuple(name for name in self._header(SINGLE_FILE) if name != "__metadata__")
+
+    def _header(self, file_name: str) -> dict[str, Any]:
+        """The JSON object in front of a safetensors file, after its length in 8 bytes."""
+        path = self.path / file_name
+        if not path.is_file():
+            return {}
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if length <= MAX_HEADER_BYTES else b""
+        try:
+            header = json.loads(text)
+        except ValueError as error:
+            raise ModelFilesError(f"{path} cannot be read as safetensors: {error}") from error
+        if not isinstance(header, dict):
+            raise ModelFilesError(f"{path} cannot be read as safetensors: its header is no object")
+        return header
 
     def generation_config(self) -> dict[str, Any]:
         return dict(self._generation_config)

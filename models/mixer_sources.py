@@ -278,10 +278,17 @@ def block_weight_map(
     ignored: tuple[str, ...] = (),
 ) -> WeightMap:
     """Tensor names of a model in blocks: layer 2i is the sequence mixer of block i, layer 2i + 1 its channel mixer."""
-    sources = outer_sources(config, "model.embed_tokens.weight", f"model.{names.final_norm}.weight")
+    outer = outer_sources(config, "model.embed_tokens.weight", f"model.{names.final_norm}.weight")
+    sources, alternatives = block_sources(config, names, "model.layers.")
+    return WeightMap(outer | sources, canonical, ignored=ignored, alternatives=alternatives)
+
+
+def block_sources(config: ModelConfig, names: BlockNames, layers: str) -> tuple[Sources, Alternatives]:
+    """Parameters of all blocks, whose names begin with `layers` and a number, and other layouts of some of them."""
+    sources: Sources = {}
     alternatives: Alternatives = {}
     for index, kind in enumerate(config.layer_kinds):
-        prefix = f"model.layers.{index // 2}."
+        prefix = f"{layers}{index // 2}."
         norm = names.channel_norm if index % 2 else names.sequence_norm
         sources[f"layers.{index}.norm_weight"] = one(f"{prefix}{norm}.weight", config.hidden_size)
         if config.has_post_norms:
@@ -293,7 +300,7 @@ def block_weight_map(
             alternatives |= layer_alternatives(index, prefix + names.layer.mlp, own, config.moe)
         if kind in ("mlp", "moe") and len(names.layer.mlp_up) == 1:
             alternatives |= _gates_apart(own, prefix + names.layer.shared_mlp)
-    return WeightMap(sources, canonical, ignored=ignored, alternatives=alternatives)
+    return sources, alternatives
 
 
 def _gates_apart(sources: Sources, prefix: str) -> Alternatives:

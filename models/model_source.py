@@ -5,6 +5,7 @@ Torch-free. Values are read when they are asked for; weights are not read here.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -42,6 +43,9 @@ class ModelSource(Protocol):
 
     def config_dict(self) -> dict[str, Any]:
         """The config in Hugging Face form."""
+
+    def tensor_names(self) -> Collection[str]:
+        """Hugging Face names of the weights, without reading them; empty where their files are missing."""
 
     def generation_config(self) -> dict[str, Any]:
         """Default sampling values (temperature, top_p, ...), empty when the model brings none."""

@@ -1,7 +1,8 @@
 """Nemotron-H: Mamba-2, attention without rotary positions, squared-ReLU MLP or mixture of experts, one mixer a layer.
 
 Configuration and tensor names only, for both spellings of the layer types (`hybrid_override_pattern`, or a list in
-`layers_block_type` / `layer_types`). The draft head's `mtp.*` tensors are known and kept aside.
+`layers_block_type` / `layer_types`). The draft head's tensors are named `mtp.*`: its first layer also
+joins its two inputs, its last one has the final norm.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from turnkeep.models.config import (
 )
 from turnkeep.models.mixer_fields import read_dt_limit
 from turnkeep.models.mixer_sources import LayerNames, layer_alternatives, mixer_sources, outer_sources
-from turnkeep.models.weight_map import Alternatives, WeightMap, one
+from turnkeep.models.weight_map import Alternatives, Sources, WeightMap, one
 
 NAMES = LayerNames(
     mamba2="mixer.",
@@ -50,6 +51,14 @@ def read_layer_kinds(fields: ConfigFields) -> tuple[LayerKind, ...]:
     layers = fields.get("layers_block_type", "layer_types", "hybrid_override_pattern")
     if layers is None:
         raise fields.error("field 'layers_block_type' (or 'hybrid_override_pattern') is missing")
+    kinds = _kinds_of(fields, layers)
+    num_layers = fields.get("num_hidden_layers")
+    if num_layers is not None and num_layers != len(kinds):
+        raise fields.error(f"num_hidden_layers = {num_layers} but {len(kinds)} layer types are listed")
+    return kinds
+
+
+def _kinds_of(fields: ConfigFields, layers: object) -> tuple[LayerKind, ...]:
     if not isinstance(layers, Sequence) or not layers:
         raise fields.error(f"the layer types must be a list of names or a pattern string, not {layers!r}")
     kinds: list[LayerKind] = []
@@ -57,10 +66,19 @@ def read_layer_kinds(fields: ConfigFields) -> tuple[LayerKind, ...]:
         if name not in LAYER_NAMES:
             raise fields.error(f"layer {position} has the unknown type {name!r} (known: {', '.join(LAYER_NAMES)})")
         kinds.append(LAYER_NAMES[name])
-    num_layers = fields.get("num_hidden_layers")
-    if num_layers is not None and num_layers != len(kinds):
-        raise fields.error(f"num_hidden_layers = {num_layers} but {len(kinds)} layer types are listed")
     return tuple(kinds)
+
+
+def read_draft_kinds(fields: ConfigFields) -> tuple[LayerKind, ...]:
+    """The layers of the draft head, none where the config tells of none or of one that would need a state.
+
+    Of several heads, each for one token further ahead, the first is used for all of them.
+    """
+    layers = fields.get("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+    if fields.integer("num_nextn_predict_layers", default=0, minimum=0) == 0 or not layers:
+        return ()
+    kinds = _kinds_of(fields, layers)
+    return () if "mamba2" in kinds else kinds
 
 
 def _read_mamba2(fields: ConfigFields) -> Mamba2Config:
@@ -137,7 +155,8 @@ def _read_moe(fields: ConfigFields) -> MoEConfig:
 
 def read_config(fields: ConfigFields) -> ModelConfig:
     """The configuration of a Nemotron-H checkpoint. Raises ConfigError."""
-    kinds = read_layer_kinds(fields)
+    kinds, draft_kinds = read_layer_kinds(fields), read_draft_kinds(fields)
+    all_kinds = kinds + draft_kinds
     return ModelConfig(
         model_type=fields.model_type,
         vocab_size=fields.integer("vocab_size"),
@@ -148,9 +167,10 @@ def read_config(fields: ConfigFields) -> ModelConfig:
         residual_in_fp32=fields.flag("residual_in_fp32", default=False),
         max_position_embeddings=fields.integer("max_position_embeddings", default=4096),
         mamba2=_read_mamba2(fields) if "mamba2" in kinds else None,
-        attention=_read_attention(fields) if "attention" in kinds else None,
-        mlp=_read_mlp(fields, "intermediate_size") if "mlp" in kinds else None,
-        moe=_read_moe(fields) if "moe" in kinds else None,
+        attention=_read_attention(fields) if "attention" in all_kinds else None,
+        mlp=_read_mlp(fields, "intermediate_size") if "mlp" in all_kinds else None,
+        moe=_read_moe(fields) if "moe" in all_kinds else None,
+        draft_kinds=draft_kinds,
     )
 
 
@@ -161,10 +181,27 @@ def _canonical(name: str) -> str:
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """Tensor names of a Nemotron-H checkpoint."""
-    sources = outer_sources(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
+    outer = outer_sources(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
+    return _with_layers(outer, config, "backbone.layers.")
+
+
+def draft_weight_map(config: ModelConfig) -> WeightMap:
+    """Tensor names of the draft head; `config` has the head's layers as its own."""
+    size, last = config.hidden_size, len(config.layer_kinds) - 1
+    outer = {
+        "embedding_norm_weight": one("mtp.layers.0.enorm.weight", size),
+        "hidden_norm_weight": one("mtp.layers.0.hnorm.weight", size),
+        "join_weight": one("mtp.layers.0.eh_proj.weight", size, 2 * size),
+        "norm_weight": one(f"mtp.layers.{last}.final_layernorm.weight", size),
+    }
+    return _with_layers(outer, config, "mtp.layers.")
+
+
+def _with_layers(outer: Sources, config: ModelConfig, layers: str) -> WeightMap:
+    sources = dict(outer)
     alternatives: Alternatives = {}
     for index, kind in enumerate(config.layer_kinds):
-        prefix = f"backbone.layers.{index}."
+        prefix = f"{layers}{index}."
         sources[f"layers.{index}.norm_weight"] = one(f"{prefix}norm.weight", config.hidden_size)
         own = mixer_sources(index, prefix, config, NAMES)
         sources |= own

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from turnkeep.models.config import ConfigFields, LayerKind, ModelConfig
-from turnkeep.models.qwen3_next import NAMES, delta_weight_map, read_delta_blocks, read_experts
+from turnkeep.models.qwen3_next import (
+    NAMES,
+    delta_draft_weight_map,
+    delta_weight_map,
+    read_delta_blocks,
+    read_experts,
+)
 from turnkeep.models.weight_map import WeightMap
 
 
@@ -29,9 +35,15 @@ def read_config(fields: ConfigFields) -> ModelConfig:
         with_default = ConfigFields({"num_experts": 256, **fields.values}, fields.model_type)
         moe = read_experts(with_default, 8, normalises=True)
     channels = [channel] * fields.integer("num_hidden_layers")
-    return read_delta_blocks(fields, channels, moe, ties_by_default=ties_by_default)
+    num_draft_blocks = fields.integer("mtp_num_hidden_layers", default=0, minimum=0)
+    return read_delta_blocks(fields, channels, moe, num_draft_blocks=num_draft_blocks, ties_by_default=ties_by_default)
 
 
 def weight_map(config: ModelConfig) -> WeightMap:
     """Tensor names of a Qwen3.5 checkpoint."""
     return delta_weight_map(config, replace(NAMES, delta_by_key_head=False))
+
+
+def draft_weight_map(config: ModelConfig) -> WeightMap:
+    """Tensor names of a Qwen3.5 draft head; `config` has the head's layers as its own."""
+    return delta_draft_weight_map(config, NAMES)

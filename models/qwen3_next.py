@@ -18,8 +18,8 @@ from turnkeep.models.config import (
     MoEConfig,
 )
 from turnkeep.models.mixer_fields import read_rope, read_sequence_kinds, read_silu_mlp, with_partial_rope
-from turnkeep.models.mixer_sources import BlockNames, LayerNames, block_weight_map
-from turnkeep.models.weight_map import WeightMap
+from turnkeep.models.mixer_sources import BlockNames, LayerNames, block_sources, block_weight_map
+from turnkeep.models.weight_map import Sources, WeightMap, one
 
 SEQUENCE_NAMES: dict[str, LayerKind] = {"linear_attention": "gated_delta", "full_attention": "attention"}
 DEFAULT_INTERVAL = 4
@@ -95,9 +95,17 @@ def read_experts(fields: ConfigFields, num_chosen: int, *, normalises: bool) -> 
 
 
 def read_delta_blocks(
-    fields: ConfigFields, channel_kinds: list[LayerKind], moe: MoEConfig | None, *, ties_by_default: bool = False
+    fields: ConfigFields,
+    channel_kinds: list[LayerKind],
+    moe: MoEConfig | None,
+    *,
+    num_draft_blocks: int,
+    ties_by_default: bool = False,
 ) -> ModelConfig:
-    """A model of gated delta nets and gated attention; `channel_kinds` are the second mixers of all blocks."""
+    """A model of gated delta nets and gated attention; `channel_kinds` are the second mixers of all blocks.
+
+    Of several draft blocks, each for one token further ahead, the first is used for all of them.
+    """
     interval = fields.integer("full_attention_interval", default=DEFAULT_INTERVAL)
     if fields.get("layer_types") is None:
         names = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(len(channel_kinds))]
@@ -117,6 +125,7 @@ def read_delta_blocks(
         mlp=replace(read_silu_mlp(fields), has_bias=False) if "mlp" in channel_kinds else None,
         moe=moe,
         gated_delta=read_gated_delta(fields) if "gated_delta" in kinds else None,
+        draft_kinds=("attention", channel_kinds[0]) if num_draft_blocks and "attention" in kinds else (),
     )
 
 
@@ -134,18 +143,40 @@ def read_config(fields: ConfigFields) -> ModelConfig:
     if "moe" in channels:
         with_default = ConfigFields({"num_experts": 512, **fields.values}, fields.model_type)
         moe = read_experts(with_default, 10, normalises=fields.flag("norm_topk_prob", default=True))
-    return read_delta_blocks(fields, channels, moe)
+    # Published configs do not tell of the draft head that their checkpoints have.
+    num_draft_blocks = fields.integer("num_nextn_predict_layers", "mtp_num_hidden_layers", default=1, minimum=0)
+    return read_delta_blocks(fields, channels, moe, num_draft_blocks=num_draft_blocks)
 
 
 def delta_weight_map(config: ModelConfig, names: LayerNames) -> WeightMap:
     """Tensor names of a model of gated delta nets. Its norms, but for those of the delta heads, are stored around 0."""
-    blocks = BlockNames("input_layernorm", "post_attention_layernorm", "norm", names)
-    plain = block_weight_map(config, blocks, canonical=_canonical)
-    sources = {
-        name: replace(source, change="plus_one") if _is_stored_around_zero(name) else source
-        for name, source in plain.sources.items()
-    }
+    plain = block_weight_map(config, _blocks(names), canonical=_canonical)
+    sources = _around_zero(plain.sources)
     return replace(plain, sources=sources, kept_aside=("mtp.",), other_modalities=("model.visual.",))
+
+
+def delta_draft_weight_map(config: ModelConfig, names: LayerNames) -> WeightMap:
+    """Tensor names of the draft head: one block of gated attention behind norms and a projection of both inputs."""
+    size = config.hidden_size
+    outer = {
+        "embedding_norm_weight": one("mtp.pre_fc_norm_embedding.weight", size),
+        "hidden_norm_weight": one("mtp.pre_fc_norm_hidden.weight", size),
+        "join_weight": one("mtp.fc.weight", size, 2 * size),
+        "norm_weight": one("mtp.norm.weight", size),
+    }
+    blocks, alternatives = block_sources(config, _blocks(names), "mtp.layers.")
+    return WeightMap(_around_zero(outer | blocks), _canonical, kept_aside=("mtp.",), alternatives=alternatives)
+
+
+def _blocks(names: LayerNames) -> BlockNames:
+    return BlockNames("input_layernorm", "post_attention_layernorm", "norm", names)
+
+
+def _around_zero(sources: Sources) -> Sources:
+    return {
+        name: replace(source, change="plus_one") if _is_stored_around_zero(name) else source
+        for name, source in sources.items()
+    }
 
 
 def _is_stored_around_zero(name: str) -> bool:
@@ -160,3 +191,8 @@ def _canonical(name: str) -> str:
 def weight_map(config: ModelConfig) -> WeightMap:
     """Tensor names of a Qwen3-Next checkpoint."""
     return delta_weight_map(config, NAMES)
+
+
+def draft_weight_map(config: ModelConfig) -> WeightMap:
+    """Tensor names of a Qwen3-Next draft head; `config` has the head's layers as its own."""
+    return delta_draft_weight_map(config, NAMES)

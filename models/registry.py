@@ -29,10 +29,11 @@ from turnkeep.models.weight_map import WeightMap
 
 @dataclass(frozen=True, slots=True)
 class ModelType:
-    """How one family of checkpoints is read: its config fields and its tensor names."""
+    """How one family of checkpoints is read: its config fields, its tensor names, and those of its draft head."""
 
     read_config: Callable[[ConfigFields], ModelConfig]
     weight_map: Callable[[ModelConfig], WeightMap]
+    draft_weight_map: Callable[[ModelConfig], WeightMap] | None = None  # of a config whose layers are the head's
 
 
 MODEL_TYPES: dict[str, ModelType] = {
@@ -43,14 +44,14 @@ MODEL_TYPES: dict[str, ModelType] = {
     "lfm2": ModelType(lfm2.read_config, lfm2.weight_map),
     "llama": ModelType(llama.read_config, llama.weight_map),
     "mamba2": ModelType(mamba2.read_config, mamba2.weight_map),
-    "nemotron_h": ModelType(nemotron_h.read_config, nemotron_h.weight_map),
+    "nemotron_h": ModelType(nemotron_h.read_config, nemotron_h.weight_map, nemotron_h.draft_weight_map),
     "qwen2": ModelType(qwen2.read_config, qwen2.weight_map),
     "qwen3": ModelType(qwen3.read_config, qwen3.weight_map),
-    "qwen3_5": ModelType(qwen3_5.read_config, qwen3_5.weight_map),
-    "qwen3_5_moe": ModelType(qwen3_5.read_config, qwen3_5.weight_map),
-    "qwen3_5_moe_text": ModelType(qwen3_5.read_config, qwen3_5.weight_map),
-    "qwen3_5_text": ModelType(qwen3_5.read_config, qwen3_5.weight_map),
-    "qwen3_next": ModelType(qwen3_next.read_config, qwen3_next.weight_map),
+    "qwen3_5": ModelType(qwen3_5.read_config, qwen3_5.weight_map, qwen3_5.draft_weight_map),
+    "qwen3_5_moe": ModelType(qwen3_5.read_config, qwen3_5.weight_map, qwen3_5.draft_weight_map),
+    "qwen3_5_moe_text": ModelType(qwen3_5.read_config, qwen3_5.weight_map, qwen3_5.draft_weight_map),
+    "qwen3_5_text": ModelType(qwen3_5.read_config, qwen3_5.weight_map, qwen3_5.draft_weight_map),
+    "qwen3_next": ModelType(qwen3_next.read_config, qwen3_next.weight_map, qwen3_next.draft_weight_map),
 }
 
 
@@ -68,3 +69,11 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
 def weight_map(config: ModelConfig) -> WeightMap:
     """The checkpoint tensors of every parameter of a decoder with this configuration."""
     return MODEL_TYPES[config.model_type].weight_map(config)
+
+
+def draft_weight_map(config: ModelConfig) -> WeightMap | None:
+    """The checkpoint tensors of every parameter of the draft head, None where the config tells of no head."""
+    model_type = MODEL_TYPES[config.model_type]
+    if not config.draft_kinds or model_type.draft_weight_map is None:
+        return None
+    return model_type.draft_weight_map(config.of_draft_head())

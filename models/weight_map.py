@@ -57,8 +57,8 @@ Alternatives = dict[str, tuple[ParameterSource, ...]]
 class WeightMap:
     """All parameters of a decoder. `canonical` turns any accepted spelling of a tensor name into the one in `sources`;
     `alternatives` are other ways to make up a parameter, taken when the checkpoint has all their parts;
-    `kept_aside` are prefixes of the draft head's tensors, `ignored` suffixes of tensors that are derived from others,
-    `other_modalities` prefixes of tensors that text does not pass through."""
+    `kept_aside` are prefixes of the draft head's tensors, which have a map of their own, `ignored` suffixes of tensors
+    that are derived from others, `other_modalities` prefixes of tensors that text does not pass through."""
 
     sources: Sources
     canonical: Callable[[str], str]

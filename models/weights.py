@@ -6,21 +6,14 @@ one error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
 
-from turnkeep.models.checkpoint_files import (
-    Checkpoint,
-    GGUFTensors,
-    SafetensorsFolder,
-    TensorsInMemory,
-    WeightsError,
-)
+from turnkeep.models.checkpoint_files import Checkpoint, TensorsInMemory, WeightsError, open_checkpoint
 from turnkeep.models.config import ModelConfig
 from turnkeep.models.decoder import Decoder
-from turnkeep.models.gguf_source import GGUFSource
 from turnkeep.models.model_source import ModelSource
 from turnkeep.models.registry import weight_map
 from turnkeep.models.weight_map import ParameterSource, TensorPart, WeightMap
@@ -45,8 +38,7 @@ def load_model(
     lists every missing, unexpected or misshapen tensor; ValueError for a dtype that models cannot have.
     """
     config = ModelConfig.from_dict(source.config_dict())
-    checkpoint: Checkpoint = GGUFTensors(source) if isinstance(source, GGUFSource) else SafetensorsFolder(source.path)
-    return fill_decoder(config, checkpoint, dtype=dtype, device=device, progress=progress)
+    return fill_decoder(config, open_checkpoint(source), dtype=dtype, device=device, progress=progress)
 
 
 def fill_decoder(
@@ -58,14 +50,23 @@ def fill_decoder(
     progress: Progress | None = None,
 ) -> Decoder:
     """A decoder of this configuration with the checkpoint's tensors. Raises WeightsError."""
-    names = weight_map(config)
-    stored = {names.canonical(name): name for name in checkpoint.shapes()}
-    names = _with_alternatives(names, stored)
+    names, stored = stored_map(weight_map(config), checkpoint.shapes())
     _check_tensors(config, names, checkpoint, stored)
     with torch.device(device):
-        decoder = Decoder(config, _model_dtype(dtype)).to(device)
-    decoder.draft_tensors = tuple(name for name in stored if name.startswith(names.kept_aside))
-    parameters = dict(decoder.named_parameters())
+        decoder = Decoder(config, model_dtype(dtype)).to(device)
+    fill_parameters(decoder, names, checkpoint, stored, progress)
+    return decoder.eval()
+
+
+def fill_parameters(
+    module: torch.nn.Module,
+    names: WeightMap,
+    checkpoint: Checkpoint,
+    stored: Mapping[str, str],
+    progress: Progress | None = None,
+) -> None:
+    """Read every parameter of a module whose map is that of `stored_map`."""
+    parameters = dict(module.named_parameters())
     if parameters.keys() != names.sources.keys():
         raise AssertionError(f"parameters without a source: {sorted(parameters.keys() ^ names.sources.keys())}")
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
@@ -75,29 +76,30 @@ def fill_decoder(
         done += parameter.numel() * parameter.element_size()
         if progress is not None:
             progress("weights", done, total)
-    return decoder.eval()
 
 
-def _model_dtype(dtype: torch.dtype | str) -> torch.dtype:
+def model_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A torch dtype or its name as a dtype. Raises ValueError for one that models cannot have."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be float32, bfloat16 or float16, not {dtype!r}")
     return found
 
 
-def _with_alternatives(names: WeightMap, stored: dict[str, str]) -> WeightMap:
-    """The map with every parameter made up of what the checkpoint has."""
+def stored_map(names: WeightMap, stored_names: Iterable[str]) -> tuple[WeightMap, dict[str, str]]:
+    """The map with every parameter made up of what the checkpoint has, and map's name -> checkpoint's name."""
+    stored = {names.canonical(name): name for name in stored_names}
     sources = dict(names.sources)
     for name, others in names.alternatives.items():
         for source in (sources[name], *others):
             if all(part.name in stored for part in source.parts):
                 sources[name] = source
                 break
-    return replace(names, sources=sources)
+    return replace(names, sources=sources), stored
 
 
 def _assemble(
-    source: ParameterSource, checkpoint: Checkpoint, stored: dict[str, str], shape: torch.Size
+    source: ParameterSource, checkpoint: Checkpoint, stored: Mapping[str, str], shape: torch.Size
 ) -> torch.Tensor:
     parts = [_read_part(part, checkpoint, stored) for part in source.parts]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts, source.dim)
@@ -116,7 +118,7 @@ def _assemble(
     return tensor
 
 
-def _read_part(part: TensorPart, checkpoint: Checkpoint, stored: dict[str, str]) -> torch.Tensor:
+def _read_part(part: TensorPart, checkpoint: Checkpoint, stored: Mapping[str, str]) -> torch.Tensor:
     tensor = checkpoint.read(stored[part.name])
     if part.by_group is None:
         return tensor
@@ -162,8 +164,12 @@ def _listed(names: tuple[str, ...]) -> str:
 
 def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     """Seeded float32 tensors under the checkpoint names of this configuration, of sizes that keep a model stable."""
+    return random_map_tensors(weight_map(config), seed)
+
+
+def random_map_tensors(names: WeightMap, seed: int) -> dict[str, torch.Tensor]:
+    """`random_tensors` under the names of any map."""
     generator = torch.Generator().manual_seed(seed)
-    names = weight_map(config)
     parts = [(part, source.change) for source in names.sources.values() for part in source.parts]
     # A norm that is stored around 0 gets the values of other norms once 1 is added.
     return {

@@ -18,8 +18,9 @@ from turnkeep.cache.spec import DTYPE_BYTES, CacheSpec
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.sizing import SNAPSHOTS_PER_CONVERSATION, engine_spec
 from turnkeep.models.config import KINDS_WITH_KV, KINDS_WITH_STATE, ModelConfig
+from turnkeep.models.draft_heads.presence import why_no_draft_head
 from turnkeep.models.model_source import ModelSource
-from turnkeep.models.registry import weight_map
+from turnkeep.models.registry import draft_weight_map, weight_map
 from turnkeep.server.config import format_size
 
 
@@ -62,6 +63,7 @@ class ModelReport:
     page_size: int
     memory_bytes: int
     fits: tuple[Fit, ...]
+    draft_head: LayerGroup | None  # what the head adds to all of these where it is used; `count` is that of its layers
 
 
 def inspect_model(
@@ -91,6 +93,7 @@ def inspect_model(
         page_size=spec.page_size,
         memory_bytes=memory_bytes,
         fits=tuple(_fit(spec, length, memory_bytes) for length in lengths if length <= model.max_position_embeddings),
+        draft_head=_draft_head(source, model, spec, engine_spec(model, config, dtype, has_draft_head=True)),
     )
 
 
@@ -98,6 +101,16 @@ def _parameters(model: ModelConfig) -> dict[str, int]:
     """Number of elements of each parameter of the decoder, by its name."""
     sources = weight_map(model).sources
     return {name: sum(prod(part.shape) for part in source.parts) for name, source in sources.items()}
+
+
+def _draft_head(source: ModelSource, model: ModelConfig, spec: CacheSpec, with_head: CacheSpec) -> LayerGroup | None:
+    names = draft_weight_map(model)
+    if names is None or why_no_draft_head(source, model) is not None:
+        return None
+    num_parameters = sum(prod(part.shape) for source in names.sources.values() for part in source.parts)
+    kv_bytes = (with_head.bytes_per_page - spec.bytes_per_page) // spec.page_size
+    snapshot_bytes = with_head.bytes_per_row - spec.bytes_per_row
+    return LayerGroup("draft_head", len(model.draft_kinds), num_parameters, kv_bytes, snapshot_bytes)
 
 
 def _idle_parameters(model: ModelConfig, parameters: dict[str, int]) -> int:
@@ -156,6 +169,13 @@ def print_report(report: ModelReport, console: Console) -> None:
     together = (format_size(report.kv_bytes_per_token), format_size(report.snapshot_bytes))
     layers.add_row("together", "", _count(report.num_parameters), *together)
     console.print(layers)
+    head = report.draft_head
+    if head is not None:
+        console.print(
+            f"A draft head of {head.count} layers adds, where it is used, {_count(head.num_parameters)} parameters, "
+            f"{format_size(head.kv_bytes_per_token)} of KV per token, {format_size(head.snapshot_bytes)} a snapshot.",
+            highlight=False,
+        )
     fits = Table("tokens", "bytes each", "conversations", title=f"What fits in {format_size(report.memory_bytes)}")
     for fit in report.fits:
         fits.add_row(str(fit.num_tokens), format_size(fit.bytes_each), str(fit.num_conversations))

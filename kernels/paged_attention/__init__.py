@@ -36,13 +36,14 @@ def paged_attention(
     num_decodes: int,
     scale: float,
     window: int | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """Causal attention of packed queries over their own request's pages; the step's keys are already written.
 
     q [T, Hq, D], Hq a multiple of Hkv (query head h reads key head h // (Hq / Hkv)); kv [2, P, page_size, Hkv, D];
     page_table [R, max_pages] int64, padded with page 0, whose slots hold finite values. The query at offset i of
-    request r sees its positions [0, context_lens[r] + i], of these the last `window` where one is given. The first
-    num_decodes requests have one token each.
+    request r sees its positions [first, context_lens[r] + i], of these the last `window` where one is given; every
+    query's own position is `first` or later. The first num_decodes requests have one token each.
     What lies in slots past a request's length never matters, NaN included. Returns [T, Hq, D] in the dtype of q.
     Raises ValueError for shapes and lengths that do not fit.
     """
@@ -58,4 +59,6 @@ def paged_attention(
         raise ValueError(f"paged_attention: the first {num_decodes} of lengths {list(seq_lens)} are not all 1")
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: a window of {window} tokens")
-    return paged_attention_reference(q, kv, page_table, seq_lens, context_lens, num_decodes, scale, window)
+    if first < 0 or min(context_lens, default=first) < first:
+        raise ValueError(f"paged_attention: queries at positions {list(context_lens)} on, keys from {first} on")
+    return paged_attention_reference(q, kv, page_table, seq_lens, context_lens, num_decodes, scale, window, first)

@@ -34,24 +34,25 @@ def paged_attention_reference(
     num_decodes: int,
     scale: float,
     window: int | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """See `turnkeep.kernels.paged_attention.paged_attention`."""
     if num_decodes == 1 and len(seq_lens) == 1:
-        return _attend_one(q, kv, page_table[0], context_lens[0] + 1, scale, window)
+        return _attend_one(q, kv, page_table[0], context_lens[0] + 1, scale, window, first)
     out = torch.empty_like(q)
     for requests in _decode_groups(context_lens[:num_decodes], kv.shape[2]):
         if len(requests) == 1:
             (r,) = requests
-            out[r] = _attend_one(q[r : r + 1], kv, page_table[r], context_lens[r] + 1, scale, window)[0]
+            out[r] = _attend_one(q[r : r + 1], kv, page_table[r], context_lens[r] + 1, scale, window, first)[0]
         else:
             index = torch.tensor(requests, dtype=torch.int64, device=q.device)
             kv_lens = [context_lens[r] + 1 for r in requests]
-            out[index] = _attend_group(q[index], kv, page_table[index], kv_lens, scale, window)
+            out[index] = _attend_group(q[index], kv, page_table[index], kv_lens, scale, window, first)
     start = num_decodes
     for r in range(num_decodes, len(seq_lens)):
         end = start + seq_lens[r]
         if end > start:
-            out[start:end] = _attend_chunk(q[start:end], kv, page_table[r], context_lens[r], scale, window)
+            out[start:end] = _attend_chunk(q[start:end], kv, page_table[r], context_lens[r], scale, window, first)
         start = end
     return out
 
@@ -89,12 +90,13 @@ def _request_kv(
 
 
 def _attend_one(
-    q: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, kv_len: int, scale: float, window: int | None
+    q: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, kv_len: int, scale: float, window: int | None, first: int
 ) -> torch.Tensor:
     """One query token [1, Hq, D]: the query heads of a key head are the rows of one product."""
     keys, values = _request_kv(kv, pages, kv_len, q.dtype)
-    if window is not None:
-        keys, values = keys[:, -window:], values[:, -window:]
+    start = first if window is None else max(first, kv_len - window)
+    if start:
+        keys, values = keys[:, start:], values[:, start:]
     num_kv_heads, _, head_dim = keys.shape
     rows = q.view(1, num_kv_heads, -1, head_dim)
     out = functional.scaled_dot_product_attention(rows, keys[None], values[None], scale=scale)
@@ -108,6 +110,7 @@ def _attend_group(
     kv_lens: Sequence[int],
     scale: float,
     window: int | None,
+    first: int,
 ) -> torch.Tensor:
     """One query token for each of several requests, q [R, Hq, D], padded to the longest of them."""
     page_size, num_kv_heads, head_dim = kv.shape[2:]
@@ -118,6 +121,8 @@ def _attend_group(
     offsets = torch.arange(num_pages * page_size, device=q.device)
     lengths = torch.tensor(kv_lens, device=q.device)[:, None]
     valid = offsets < lengths  # [R, L]
+    if first:
+        valid &= offsets >= first
     if window is not None:
         valid &= offsets >= lengths - window
     slots = (page_table[:, :num_pages, None] * page_size + offsets[:page_size]).flatten(1)  # [R, L]
@@ -132,7 +137,13 @@ def _attend_group(
 
 
 def _attend_chunk(
-    q: torch.Tensor, kv: torch.Tensor, pages: torch.Tensor, context_len: int, scale: float, window: int | None
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    pages: torch.Tensor,
+    context_len: int,
+    scale: float,
+    window: int | None,
+    first: int,
 ) -> torch.Tensor:
     """All queries [n, Hq, D] of one request's chunk, which starts at position context_len."""
     num_tokens, num_heads, head_dim = q.shape
@@ -153,12 +164,12 @@ def _attend_chunk(
         position = context_len + start  # of the block's first query
         # Later keys are masked for the whole block, and so are those before the window of its first query.
         visible = context_len + end
-        first = 0 if window is None else max(position - window + 1, 0)
-        mask = _block_mask(end - start, visible - first, position - first, window, q)
+        earliest = first if window is None else max(position - window + 1, first)
+        mask = _block_mask(end - start, visible - earliest, position - earliest, window, q)
         piece = functional.scaled_dot_product_attention(
             rows[:, :, start:end],
-            keys[:, :, first:visible],
-            values[:, :, first:visible],
+            keys[:, :, earliest:visible],
+            values[:, :, earliest:visible],
             attn_mask=mask.expand(num_kv_heads, group, -1, -1),
             scale=scale,
         )

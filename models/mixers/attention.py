@@ -6,6 +6,8 @@ Owns the weights; keys and values live in the pages it is given.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,22 +20,22 @@ from turnkeep.models.decoder_step import DecoderStep
 from turnkeep.models.mixers.parameters import empty_parameter, empty_parameter_or_none
 
 
-class AttentionMixer(nn.Module):
-    """o_proj(attention(q, k, v)); q, k and v come from one product, rows in this order, a gate's after those of q."""
+class AttentionHeads(NamedTuple):
+    """Normalised and rotated heads of T tokens: queries [T, Hq, D], keys and values [T, Hkv, D]."""
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        hidden_size: int,
-        norm_eps: float,
-        index: int,
-        dtype: torch.dtype,
-        window: int | None = None,
-    ) -> None:
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    gate: Tensor | None  # [T, Hq, D], before its sigmoid
+
+
+class AttentionProjections(nn.Module):
+    """What attention does before and after its heads meet; q, k and v come from one product, rows in this order, a
+    gate's after those of q. Knows no cache."""
+
+    def __init__(self, config: AttentionConfig, hidden_size: int, norm_eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self.window = window
-        self.index = index
         self.norm_eps = norm_eps
         width = config.num_heads * config.head_dim
         self.first_key = config.num_heads * (2 if config.has_gate else 1)
@@ -49,9 +51,9 @@ class AttentionMixer(nn.Module):
         self.q_norm_weight = empty_parameter_or_none(config.has_qk_norm, config.head_dim, dtype=torch.float32)
         self.k_norm_weight = empty_parameter_or_none(config.has_qk_norm, config.head_dim, dtype=torch.float32)
 
-    def forward(self, x: Tensor, step: DecoderStep) -> Tensor:
-        """x [T, hidden_size] -> [T, hidden_size]; writes the step's keys and values into their slots first."""
-        config, batch, kv = self.config, step.batch, step.cache.kv[self.index]
+    def heads(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> AttentionHeads:
+        """The heads of x [T, hidden_size], rotated by cosines and sines [T, rotary_dim / 2] where they are given."""
+        config = self.config
         num_heads, length = config.num_heads, x.shape[0]
         first_key, first_value = self.first_key, self.first_key + config.num_kv_heads
         projected = functional.linear(x, self.qkv_proj_weight, self.qkv_proj_bias)
@@ -64,15 +66,42 @@ class AttentionMixer(nn.Module):
         if self.q_norm_weight is not None and self.k_norm_weight is not None:
             queries = rms_norm(queries, self.q_norm_weight, self.norm_eps)
             keys = rms_norm(keys, self.k_norm_weight, self.norm_eps)
-        rotary = step.rotary if self.window is None else step.sliding_rotary
         if rotary is not None:
             # Queries and keys turn by the same angles: one rotation for both.
             both = torch.cat((queries, keys), dim=1) if self.is_apart else projected[:, :first_value]
             both = apply_rotary(both, *rotary)
             queries, keys = both[:, :num_heads], both[:, num_heads:]
-        write_kv(kv, keys, values, batch.slot_mapping)
+        gate = projected[:, num_heads:first_key] if config.has_gate else None
+        return AttentionHeads(queries, keys, values, gate)
+
+    def output(self, mixed: Tensor, gate: Tensor | None) -> Tensor:
+        """mixed values [T, Hq, D] -> [T, hidden_size]."""
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
+        return functional.linear(mixed.reshape(mixed.shape[0], -1), self.o_proj_weight, self.o_proj_bias)
+
+
+class AttentionMixer(AttentionProjections):
+    """o_proj(attention(q, k, v)) over the step's pages."""
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        hidden_size: int,
+        norm_eps: float,
+        index: int,
+        dtype: torch.dtype,
+        window: int | None = None,
+    ) -> None:
+        super().__init__(config, hidden_size, norm_eps, dtype)
+        self.window = window
+        self.index = index
+
+    def forward(self, x: Tensor, step: DecoderStep) -> Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]; writes the step's keys and values into their slots first."""
+        batch, kv = step.batch, step.cache.kv[self.index]
+        own = self.heads(x, step.rotary if self.window is None else step.sliding_rotary)
+        write_kv(kv, own.keys, own.values, batch.slot_mapping)
         lengths = (batch.seq_lens, batch.context_lens, batch.num_decodes)
-        mixed = paged_attention(queries, kv, batch.page_table, *lengths, config.scale, self.window)
-        if config.has_gate:
-            mixed = mixed * projected[:, num_heads:first_key].sigmoid()
-        return functional.linear(mixed.reshape(length, -1), self.o_proj_weight, self.o_proj_bias)
+        mixed = paged_attention(own.queries, kv, batch.page_table, *lengths, self.config.scale, self.window)
+        return self.output(mixed, own.gate)

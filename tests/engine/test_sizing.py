@@ -98,6 +98,18 @@ def test_the_spec_of_a_model_has_what_its_layers_need(kind: TinyKind, has_kv: bo
     assert (spec.bytes_per_page > 0, spec.bytes_per_row > 0) == (has_kv, has_state)
 
 
+def test_a_draft_head_has_layers_in_the_pages_and_a_part_of_the_row() -> None:
+    head = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "mlp"]}
+    model = ModelConfig.from_dict(tiny_config("hybrid") | head)
+    plain, speculating = cache_spec(model, 16, "float32"), cache_spec(model, 16, "float32", has_draft_head=True)
+    assert plain.kv is not None
+    assert speculating.kv is not None
+    assert speculating.kv.num_layers == plain.kv.num_layers + 1
+    assert speculating.state is not None
+    assert (speculating.state.parts[-1].name, speculating.state.parts[-1].shape) == ("draft_hidden", (48,))
+    assert speculating.bytes_per_row == plain.bytes_per_row + 48 * 4
+
+
 def test_pool_types_can_be_chosen_apart_from_the_weights() -> None:
     model = ModelConfig.from_dict(tiny_config("hybrid"))
     plain = cache_spec(model, 16, "float32")

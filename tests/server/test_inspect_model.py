@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from safetensors.torch import save_file
 
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.sizing import cache_spec
 from turnkeep.models.catalog import find_model
 from turnkeep.models.config import ModelConfig
+from turnkeep.models.draft_heads.loading import random_draft_head, random_draft_tensors
 from turnkeep.models.tiny import TinyKind, tiny_config
 from turnkeep.models.weights import random_model
 from turnkeep.server import cli
@@ -70,6 +72,23 @@ def test_conversations_fit_as_their_pages_and_snapshots_allow(tmp_path: Path) ->
     narrow = inspected(tmp_path, "hybrid", kv_dtype="bfloat16", state_dtype="bfloat16")
     assert narrow.fits[0].bytes_each * 2 == short.bytes_each
     assert inspected(tmp_path, "hybrid", memory_bytes=1).fits[0].num_conversations == 0
+
+
+def test_a_draft_head_is_told_of_where_the_checkpoint_has_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = tiny_config("hybrid") | {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "mlp"]}
+    config = ModelConfig.from_dict(values)
+    path = write_model(tmp_path / "plain", values)
+    settings = {"config": EngineConfig(model=path), "dtype": "float32", "memory_bytes": 8 * MIB, "lengths": (64,)}
+    assert inspect_model(find_model(path), **settings).draft_head is None  # type: ignore[arg-type]
+    save_file(random_draft_tensors(config, 1), tmp_path / "plain" / "model.safetensors")
+    head = inspect_model(find_model(path), **settings).draft_head  # type: ignore[arg-type]
+    assert head is not None
+    assert head.num_parameters == sum(parameter.numel() for parameter in random_draft_head(config, 1).parameters())
+    assert (head.count, head.kv_bytes_per_token, head.snapshot_bytes) == (2, 2 * 2 * 12 * 4, 48 * 4)
+    assert cli.main(["inspect", path, "--memory", "8MiB", "--dtype", "float32"]) == 0
+    assert "A draft head of 2 layers" in capsys.readouterr().out
 
 
 def test_the_command_prints_tables_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ class Requests:
     dtype: torch.dtype = torch.float32
     shuffled: bool = True
     window: int | None = None
+    first: int = 0
 
     def __post_init__(self) -> None:
         kv_lens = [s + c for s, c in zip(self.seq_lens, self.context_lens, strict=True)]
@@ -45,13 +46,14 @@ class Requests:
                 [pages[i // self.page_size] * self.page_size + i % self.page_size for i in range(length)]
             )
             write_kv(self.kv, keys, values, slots)
+            self.kv.flatten(1, 2)[:, slots[: self.first]] = torch.nan
             self.keys.append(keys)
             self.values.append(values)
         self.q = torch.randn(sum(self.seq_lens), self.num_kv_heads * self.group, HEAD_DIM).to(self.dtype)
 
     def attend(self, num_decodes: int) -> torch.Tensor:
         lengths = (self.seq_lens, self.context_lens, num_decodes)
-        return paged_attention(self.q, self.kv, self.page_table, *lengths, SCALE, self.window)
+        return paged_attention(self.q, self.kv, self.page_table, *lengths, SCALE, self.window, self.first)
 
     def expected(self) -> torch.Tensor:
         outputs = []
@@ -59,7 +61,7 @@ class Requests:
         for r, (seq_len, context_len) in enumerate(zip(self.seq_lens, self.context_lens, strict=True)):
             for i in range(seq_len):
                 visible = context_len + i + 1
-                first = max(visible - (self.window or visible), 0)
+                first = max(visible - (self.window or visible), self.first)
                 for h in range(self.q.shape[1]):
                     keys = self.keys[r][first:visible, h // self.group].double()
                     values = self.values[r][first:visible, h // self.group].double()
@@ -79,6 +81,25 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
 def test_mixed_step_matches_the_plain_loop(group: int, num_kv_heads: int, shuffled: bool) -> None:
     requests = Requests([1, 1, 1, 1, 7, 13, 1, 5], [1, 30, 2, 9, 0, 6, 0, 19], num_kv_heads, group, shuffled=shuffled)
     assert_close(requests.attend(num_decodes=4), requests.expected())
+
+
+@pytest.mark.parametrize("window", [None, 3, 8])
+@pytest.mark.parametrize("first", [1, 4, 5])
+@pytest.mark.parametrize("max_mask", [1 << 21, 100])
+def test_positions_before_the_first_are_never_seen(
+    first: int, window: int | None, max_mask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "MAX_MASK_ELEMENTS", max_mask)
+    requests = Requests([1, 1, 1, 1, 37, 13, 1], [5, 30, 600, 9, 5, 6, 5], window=window, first=first)
+    assert_close(requests.attend(num_decodes=4), requests.expected())
+    alone = Requests([1], [first], window=window, first=first)
+    assert_close(alone.attend(num_decodes=1), alone.expected())
+
+
+def test_a_query_before_the_first_position_is_refused() -> None:
+    requests = Requests([3, 4], [2, 0], first=1)
+    with pytest.raises(ValueError, match="keys from 1 on"):
+        requests.attend(num_decodes=0)
 
 
 @pytest.mark.parametrize("context_len", [1, 2, 3, 4, 7, 8, 31])
