@@ -288,6 +288,32 @@ class ModelConfig:
             StatePartShape("ssm", num_layers, (mamba2.num_heads, mamba2.head_dim, mamba2.state_size), dtype),
         )
 
+    def history_parts(self, capacity: int, dtype: str, state_dtype: str = "float32") -> tuple[StatePartShape, ...]:
+        """What one history slot of `capacity` tokens holds: the raw inputs of the convolutions in `state_dtype`, what
+        the convolution made of them in the weights' `dtype`, and float32 for what would stay in the state rounded.
+        """
+        parts = [
+            StatePartShape("conv", part.num_layers, (capacity + part.shape[1], part.shape[0]), state_dtype)
+            for part in self.state_parts(state_dtype)
+            if part.name == "conv"
+        ]
+        num_layers = self.num_recurrent_layers
+        if self.gated_delta is not None:
+            delta = self.gated_delta
+            parts += [
+                StatePartShape("k", num_layers, (capacity, delta.num_key_heads, delta.key_dim), dtype),
+                StatePartShape("u", num_layers, (capacity, delta.num_value_heads, delta.value_dim), "float32"),
+                StatePartShape("g", num_layers, (capacity, delta.num_value_heads), "float32"),
+            ]
+        elif self.mamba2 is not None:
+            mamba2 = self.mamba2
+            parts += [
+                StatePartShape("x", num_layers, (capacity, mamba2.num_heads, mamba2.head_dim), dtype),
+                StatePartShape("dt", num_layers, (capacity, mamba2.num_heads), "float32"),
+                StatePartShape("B", num_layers, (capacity, mamba2.num_groups, mamba2.state_size), dtype),
+            ]
+        return tuple(parts)
+
 
 class ConfigFields:
     """A config dict with typed access: every error names the field and the model type."""

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch
 from turnkeep.kernels.norm import rms_norm
+from turnkeep.kernels.replay_history import HistoryFolds, fold_windows
 from turnkeep.kernels.rotary import rotary_cos_sin, rotary_frequencies
 from turnkeep.models.config import LayerKind, ModelConfig, RopeConfig
 from turnkeep.models.decoder_step import DecoderStep, split_recurrent
@@ -79,15 +80,16 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: CacheTensors) -> Tensor:
-        """Logits [K, V] float32 of the rows in `batch.logit_indices`; pages and state rows are updated in place.
+        """Logits [K, V] float32 of the rows in `batch.logit_indices`; pages and state rows are updated in place, but
+        for trees, which leave their terms in the batch.
 
         Raises ValueError when the batch lacks the state rows that the model's layers need.
         """
-        return self.logits(self.hidden(batch, cache))
+        return self.logits(self.normed(self.hidden(batch, cache).index_select(0, batch.logit_indices)))
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, cache: CacheTensors) -> Tensor:
-        """The normed last hidden state [K, hidden_size] of the wanted rows: what the output head reads."""
+        """The last hidden state [T, hidden_size] of all tokens, before the final norm."""
         config, positions = self.config, batch.positions
         frequencies, sliding = self.rotary_frequencies, self.sliding_frequencies
         step = DecoderStep(
@@ -104,13 +106,26 @@ class Decoder(nn.Module):
             residual = residual.float()
         for layer in self.layers:
             residual = layer(residual, step)
-        wanted = residual.index_select(0, batch.logit_indices)
-        return rms_norm(wanted, self.norm_weight, config.norm_eps).to(self.dtype)
+        return residual
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output head: hidden [K, hidden_size] -> [K, V] float32."""
-        return functional.linear(hidden, self.embedding if self.lm_head is None else self.lm_head).float()
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the output head reads: hidden [K, hidden_size] after the final norm, in the model dtype."""
+        return rms_norm(hidden, self.norm_weight, self.config.norm_eps).to(self.dtype)
+
+    @torch.inference_mode()
+    def logits(self, normed: Tensor) -> Tensor:
+        """Output head: normed hidden states [K, hidden_size] -> [K, V] float32."""
+        return functional.linear(normed, self.embedding if self.lm_head is None else self.lm_head).float()
+
+    @torch.inference_mode()
+    def fold(self, folds: HistoryFolds, cache: CacheTensors) -> None:
+        """Move state rows on by accepted tokens of the histories, in every layer."""
+        for layer in self.layers:
+            mixer = layer.mixer
+            if isinstance(mixer, Mamba2Mixer | GatedDeltaMixer | ParallelMixer):
+                mixer.fold(folds, cache)
+        fold_windows(cache.states, cache.histories, folds)
 
 
 def build_mixer(config: ModelConfig, position: int, dtype: torch.dtype) -> nn.Module:

@@ -14,11 +14,14 @@ from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch, StateExpo
 
 @dataclass(slots=True, frozen=True)
 class RecurrentStep:
-    """The state rows of a step: the first `num_decodes` requests take the single-token update, the rest the scan."""
+    """The state rows of a step: the first `num_decodes` requests take the single-token update, those after them are
+    trees, the rest takes the scan."""
 
     num_decodes: int
     num_prefills: int
+    first_prefill: int  # tokens before those of the first prefill; before them come the nodes of trees
     decode_rows: torch.Tensor  # [num_decodes] int64
+    tree_rows: torch.Tensor  # [trees] int64, read only
     prefill_rows: torch.Tensor  # [num_prefills] int64
     prefill_seq_lens: tuple[int, ...]
     prefill_context_lens: tuple[int, ...]
@@ -43,6 +46,7 @@ def split_recurrent(batch: ForwardBatch) -> RecurrentStep:
     if rows is None:
         raise ValueError("the batch has no state rows, but the model has recurrent layers")
     num_decodes, exports = batch.num_decodes, batch.exports
+    num_others = num_decodes + batch.num_trees
     decode_exports = None
     if num_decodes and exports:
         copies = [export for export in exports if export.sequence < num_decodes]
@@ -50,18 +54,21 @@ def split_recurrent(batch: ForwardBatch) -> RecurrentStep:
             sequences = torch.tensor([export.sequence for export in copies], dtype=torch.int64, device=rows.device)
             targets = torch.tensor([export.row for export in copies], dtype=torch.int64, device=rows.device)
             decode_exports = (rows[sequences], targets)
+    if num_others and exports:
         exports = tuple(
-            StateExport(export.sequence - num_decodes, export.length, export.row)
+            StateExport(export.sequence - num_others, export.length, export.row)
             for export in exports
-            if export.sequence >= num_decodes
+            if export.sequence >= num_others
         )
     return RecurrentStep(
         num_decodes=num_decodes,
-        num_prefills=len(batch.seq_lens) - num_decodes,
+        num_prefills=len(batch.seq_lens) - num_others,
+        first_prefill=num_decodes + batch.num_tree_nodes,
         decode_rows=rows[:num_decodes],
-        prefill_rows=rows[num_decodes:],
-        prefill_seq_lens=batch.seq_lens[num_decodes:],
-        prefill_context_lens=batch.context_lens[num_decodes:],
+        tree_rows=rows[num_decodes:num_others],
+        prefill_rows=rows[num_others:],
+        prefill_seq_lens=batch.seq_lens[num_others:],
+        prefill_context_lens=batch.context_lens[num_others:],
         prefill_exports=exports,
         decode_exports=decode_exports,
     )

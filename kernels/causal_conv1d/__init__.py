@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 
 from turnkeep.kernels.causal_conv1d.reference import causal_conv1d_reference, causal_conv1d_update_reference
-from turnkeep.kernels.causal_conv1d.tree_reference import causal_conv1d_fold_reference, causal_conv1d_tree_reference
-from turnkeep.kernels.draft_tree import check_trees
+from turnkeep.kernels.causal_conv1d.tree_reference import causal_conv1d_tree_reference
+from turnkeep.kernels.draft_tree import DraftTrees
 from turnkeep.kernels.forward_batch import StateExport
 
-__all__ = ["causal_conv1d", "causal_conv1d_fold", "causal_conv1d_tree", "causal_conv1d_update"]
+__all__ = ["causal_conv1d", "causal_conv1d_tree", "causal_conv1d_update"]
 
 
 def causal_conv1d(
@@ -75,41 +75,22 @@ def causal_conv1d_tree(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     windows: torch.Tensor,
-    rows: torch.Tensor,
-    num_nodes: Sequence[int],
-    parents: torch.Tensor,
+    trees: DraftTrees,
     activation: Literal["silu"] | None = None,
 ) -> torch.Tensor:
     """The convolution over R packed draft trees: every node sees its own input and those of its ancestors.
 
-    x [N, C], the raw inputs of the nodes; num_nodes [R]; parents [N] int64, each an earlier node of the same tree, or
-    -1 for a root, which follows windows[rows[r]]. Other arguments as in `causal_conv1d`. Writes nothing; returns
-    [N, C], the bits that a sequence along the node's path would get. Raises ValueError for what does not fit.
+    x [N, C], the raw inputs of the nodes; windows [R, W - 1, C], the inputs before each root, oldest first. Other
+    arguments as in `causal_conv1d`. Returns [N, C], the bits that a sequence along the node's path would get. Raises
+    ValueError for what does not fit.
     """
-    _check("causal_conv1d_tree", x, weight, bias, windows)
-    if rows.shape[0] != len(num_nodes):
-        raise ValueError(f"causal_conv1d_tree: {rows.shape[0]} rows for {len(num_nodes)} trees")
-    check_trees("causal_conv1d_tree", x.shape[0], num_nodes, parents, [0] * len(num_nodes), 0)
-    return causal_conv1d_tree_reference(x, weight, bias, windows, rows, num_nodes, parents, activation)
-
-
-def causal_conv1d_fold(
-    x: torch.Tensor, windows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, seq_lens: Sequence[int]
-) -> None:
-    """windows[targets[r]] = the window after the raw inputs of run r, x [T, C] packed, followed windows[sources[r]].
-
-    A run is an accepted path; one shorter than the window keeps a part of the old one. sources, targets [R] int64,
-    targets differ. Raises ValueError for shapes or lengths that do not fit.
-    """
-    if x.dim() != 2 or x.shape[1] != windows.shape[1]:
-        raise ValueError(f"causal_conv1d_fold: x {tuple(x.shape)} does not fit windows {tuple(windows.shape)}")
-    if sources.shape != (len(seq_lens),) or targets.shape != sources.shape:
+    channels, width = weight.shape
+    if x.shape != (len(trees.parents), channels) or windows.shape != (trees.num_trees, width - 1, channels):
         raise ValueError(
-            f"causal_conv1d_fold: rows {tuple(sources.shape)} to {tuple(targets.shape)} for {len(seq_lens)} runs"
+            f"causal_conv1d_tree: x {tuple(x.shape)}, windows {tuple(windows.shape)} and weight {tuple(weight.shape)} "
+            f"for {trees.num_trees} trees of {len(trees.parents)} nodes"
         )
-    if min(seq_lens, default=0) < 0 or sum(seq_lens) != x.shape[0]:
-        raise ValueError(f"causal_conv1d_fold: lengths {list(seq_lens)} do not add up to {x.shape[0]} tokens")
-    causal_conv1d_fold_reference(x, windows, sources, targets, seq_lens)
+    return causal_conv1d_tree_reference(x, weight, bias, windows, trees, activation)
 
 
 def _check(name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: torch.Tensor) -> None:

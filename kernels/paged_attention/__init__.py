@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
+from turnkeep.kernels.draft_tree import DraftTrees
 from turnkeep.kernels.paged_attention.reference import paged_attention_reference, write_kv_reference
+from turnkeep.kernels.paged_attention.tree_reference import tree_attention_reference
 
-__all__ = ["paged_attention", "write_kv"]
+__all__ = ["paged_attention", "tree_attention", "write_kv"]
 
 
 def write_kv(kv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -62,3 +64,37 @@ def paged_attention(
     if first < 0 or min(context_lens, default=first) < first:
         raise ValueError(f"paged_attention: queries at positions {list(context_lens)} on, keys from {first} on")
     return paged_attention_reference(q, kv, page_table, seq_lens, context_lens, num_decodes, scale, window, first)
+
+
+def tree_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    kv: torch.Tensor,
+    page_table: torch.Tensor,
+    context_lens: Sequence[int],
+    trees: DraftTrees,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of packed draft trees: a node sees its request's pages, its ancestors and itself.
+
+    q [N, Hq, D], keys and values [N, Hkv, D] of the nodes, which lie in no page; kv and page_table as in
+    `paged_attention`, of R requests, of which the first context_lens[r] positions are seen. A root has the position
+    context_lens[r]; of what a node sees the last `window` positions count where one is given. Nothing is written.
+    Returns [N, Hq, D] in the dtype of q. Raises ValueError for shapes and lengths that do not fit.
+    """
+    if q.shape[1] % kv.shape[3] or keys.shape != (q.shape[0], kv.shape[3], q.shape[2]) or values.shape != keys.shape:
+        raise ValueError(
+            f"tree_attention: q {tuple(q.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)} do not fit "
+            f"kv {tuple(kv.shape)}"
+        )
+    num_trees = trees.num_trees
+    if q.shape[0] != len(trees.parents) or page_table.shape[0] != num_trees or len(context_lens) != num_trees:
+        raise ValueError(
+            f"tree_attention: {q.shape[0]} nodes, page table {tuple(page_table.shape)} and {len(context_lens)} "
+            f"lengths for {num_trees} trees of {len(trees.parents)} nodes"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"tree_attention: a window of {window} tokens")
+    return tree_attention_reference(q, keys, values, kv, page_table, context_lens, trees, scale, window)

@@ -40,7 +40,7 @@ def paged_attention_reference(
     if num_decodes == 1 and len(seq_lens) == 1:
         return _attend_one(q, kv, page_table[0], context_lens[0] + 1, scale, window, first)
     out = torch.empty_like(q)
-    for requests in _decode_groups(context_lens[:num_decodes], kv.shape[2]):
+    for requests in decode_groups(context_lens[:num_decodes], kv.shape[2]):
         if len(requests) == 1:
             (r,) = requests
             out[r] = _attend_one(q[r : r + 1], kv, page_table[r], context_lens[r] + 1, scale, window, first)[0]
@@ -57,7 +57,7 @@ def paged_attention_reference(
     return out
 
 
-def _decode_groups(context_lens: Sequence[int], page_size: int) -> list[list[int]]:
+def decode_groups(context_lens: Sequence[int], page_size: int) -> list[list[int]]:
     """Group decodes with short contexts whose page counts are within a factor of four; long ones stay alone.
 
     A group pays for copying and padding its keys, a request alone for its own calls.

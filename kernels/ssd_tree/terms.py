@@ -8,8 +8,8 @@ import torch
 
 
 class SsdTerms(NamedTuple):
-    """Packed tokens: the state is decayed by exp(dt A), then dt x B^T is added."""
+    """Tokens [..., T]: the state is decayed by exp(dt A), then dt x B^T is added. With dt 0 there is no token."""
 
-    x: torch.Tensor  # [T, H, P]
-    dt: torch.Tensor  # [T, H] >= 0
-    B: torch.Tensor  # [T, G, N]
+    x: torch.Tensor  # [..., T, H, P]
+    dt: torch.Tensor  # [..., T, H] >= 0
+    B: torch.Tensor  # [..., T, G, N]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from turnkeep.kernels.forward_batch import ForwardBatch
 from turnkeep.kernels.norm import rms_norm
-from turnkeep.kernels.paged_attention import paged_attention, write_kv
+from turnkeep.kernels.paged_attention import paged_attention, tree_attention, write_kv
 from turnkeep.kernels.rotary import apply_rotary
 from turnkeep.models.config import AttentionConfig
 from turnkeep.models.decoder_step import DecoderStep
@@ -98,10 +99,30 @@ class AttentionMixer(AttentionProjections):
         self.index = index
 
     def forward(self, x: Tensor, step: DecoderStep) -> Tensor:
-        """x [T, hidden_size] -> [T, hidden_size]; writes the step's keys and values into their slots first."""
-        batch, kv = step.batch, step.cache.kv[self.index]
+        """x [T, hidden_size] -> [T, hidden_size]; writes the step's keys and values into their slots first, but
+        those of tree nodes."""
         own = self.heads(x, step.rotary if self.window is None else step.sliding_rotary)
-        write_kv(kv, own.keys, own.values, batch.slot_mapping)
-        lengths = (batch.seq_lens, batch.context_lens, batch.num_decodes)
-        mixed = paged_attention(own.queries, kv, batch.page_table, *lengths, self.config.scale, self.window)
-        return self.output(mixed, own.gate)
+        return self.output(self._attend(own, step.cache.kv[self.index], step.batch), own.gate)
+
+    def _attend(self, own: AttentionHeads, kv: Tensor, batch: ForwardBatch) -> Tensor:
+        scale, window, table = self.config.scale, self.window, batch.page_table
+        queries, keys, values, _ = own
+        if batch.trees is None:
+            write_kv(kv, keys, values, batch.slot_mapping)
+            lengths = (batch.seq_lens, batch.context_lens, batch.num_decodes)
+            return paged_attention(queries, kv, table, *lengths, scale, window)
+        # Where the requests and the tokens of the trees begin and end.
+        first, last = batch.num_decodes, batch.num_decodes + batch.num_trees
+        start, end = first, first + batch.num_tree_nodes
+        nodes = (queries[start:end], keys[start:end], values[start:end])
+        batch.trees.terms.keep_kv(kv, *nodes[1:])
+        lens = batch.context_lens[first:last]
+        pieces = [tree_attention(*nodes, kv, table[first:last], lens, batch.trees.trees, scale, window)]
+        decodes, prefills = (slice(first), slice(start), first), (slice(last, None), slice(end, None), 0)
+        for requests, tokens, num_decodes in (decodes, prefills):
+            if keys[tokens].shape[0]:
+                write_kv(kv, keys[tokens], values[tokens], batch.slot_mapping[tokens])
+                lengths = (batch.seq_lens[requests], batch.context_lens[requests], num_decodes)
+                mixed = paged_attention(queries[tokens], kv, table[requests], *lengths, scale, window)
+                pieces.insert(0 if num_decodes else len(pieces), mixed)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

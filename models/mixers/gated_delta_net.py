@@ -1,7 +1,7 @@
 """The gated delta net: projection, causal convolution, gated delta rule, norm of every head, gate, projection.
 
-Owns the weights; the state lives in the rows it is given. Prefill and decode share everything but the two operations
-that walk over time.
+Owns the weights; the state lives in the rows it is given. Prefill, decode and the verification of trees share all but
+the operations that walk over time.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from turnkeep.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from turnkeep.kernels.causal_conv1d import causal_conv1d, causal_conv1d_tree, causal_conv1d_update
+from turnkeep.kernels.forward_batch import CacheTensors
 from turnkeep.kernels.gated_delta_scan import gated_delta_scan, gated_delta_update
+from turnkeep.kernels.gated_delta_tree import DeltaTerms, gated_delta_fold, gated_delta_tree
 from turnkeep.kernels.norm import rms_norm
+from turnkeep.kernels.replay_history import HistoryFolds, HistorySpans
 from turnkeep.models.config import GatedDeltaConfig
 from turnkeep.models.decoder_step import DecoderStep, RecurrentStep
 from turnkeep.models.mixers.parameters import empty_parameter
@@ -52,15 +55,42 @@ class GatedDeltaMixer(nn.Module):
         conv_input, gate, strength, decay = torch.split_with_sizes(projected, self.projected_sizes, dim=-1)
         beta = strength.float().sigmoid()  # [T, Hv]
         g = self.A * functional.softplus(decay + self.dt_bias)  # [T, Hv] float32, <= 0
-        cut, pieces = recurrent.num_decodes, []
-        if recurrent.num_decodes:
+        cut, end, pieces = recurrent.num_decodes, recurrent.first_prefill, []
+        if cut:
             pieces.append(self._update(conv_input[:cut], g[:cut], beta[:cut], windows, states, recurrent))
+        if end > cut:
+            pieces.append(self._verify(conv_input[cut:end], g[cut:end], beta[cut:end], step))
         if recurrent.num_prefills:
-            pieces.append(self._scan(conv_input[cut:], g[cut:], beta[cut:], windows, states, recurrent))
+            pieces.append(self._scan(conv_input[end:], g[end:], beta[end:], windows, states, recurrent))
         mixed = pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # [T, Hv, V]
         normed = rms_norm(mixed, self.norm_weight, self.norm_eps).view(x.shape[0], -1)
         gated = (normed * functional.silu(gate.float())).to(x.dtype)
         return functional.linear(gated, self.out_proj_weight)
+
+    def fold(self, folds: HistoryFolds, cache: CacheTensors) -> None:
+        """Move states on by accepted tokens; their windows are not looked at."""
+        terms = self._history(folds.spans, cache)
+        gated_delta_fold(terms, cache.states["delta"][self.index], folds.sources, folds.targets)
+
+    def _history(self, spans: HistorySpans, cache: CacheTensors) -> DeltaTerms:
+        k, u, g = (cache.histories[name][self.index] for name in ("k", "u", "g"))
+        return DeltaTerms(spans.terms(k), spans.terms(u), spans.terms(g))
+
+    def _verify(self, conv_input: Tensor, g: Tensor, beta: Tensor, step: DecoderStep) -> Tensor:
+        trees, recurrent, cache = step.batch.trees, step.recurrent, step.cache
+        assert trees is not None
+        assert trees.history is not None
+        assert recurrent is not None
+        raw = cache.histories["conv"][self.index]
+        windows = trees.history.windows(raw)
+        convolved = causal_conv1d_tree(conv_input, self.conv_weight, None, windows, trees.trees, "silu")
+        q, k, v = self._split_heads(convolved)
+        states, rows = cache.states["delta"][self.index], recurrent.tree_rows
+        history = self._history(trees.history, cache)
+        mixed, u = gated_delta_tree(q, k, v, g, beta, states, rows, history, trees.trees)
+        for name, own in (("conv", conv_input), ("k", k), ("u", u), ("g", g)):
+            trees.terms.keep(cache.histories[name][self.index], own)
+        return mixed
 
     def _split_heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config, length = self.config, convolved.shape[0]

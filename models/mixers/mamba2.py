@@ -1,7 +1,7 @@
 """The Mamba-2 mixer: projection, causal convolution, state space scan, gate and group norm, projection.
 
-Owns the weights; the state lives in the rows it is given. Prefill and decode share everything but the two operations
-that walk over time.
+Owns the weights; the state lives in the rows it is given. Prefill, decode and the verification of trees share all but
+the operations that walk over time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from turnkeep.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from turnkeep.kernels.causal_conv1d import causal_conv1d, causal_conv1d_tree, causal_conv1d_update
+from turnkeep.kernels.forward_batch import CacheTensors
 from turnkeep.kernels.norm import gated_rms_norm
+from turnkeep.kernels.replay_history import HistoryFolds, HistorySpans
 from turnkeep.kernels.ssd_scan import ssd_scan, ssd_update
+from turnkeep.kernels.ssd_tree import SsdTerms, ssd_fold, ssd_tree
 from turnkeep.models.config import Mamba2Config
 from turnkeep.models.decoder_step import DecoderStep, RecurrentStep
 from turnkeep.models.mixers.parameters import empty_parameter, empty_parameter_or_none
@@ -59,15 +62,40 @@ class Mamba2Mixer(nn.Module):
         dt = functional.softplus(dt + self.dt_bias)  # [T, H] float32
         if self.clamps_dt:
             dt = dt.clamp(*self.config.dt_limit)
-        if recurrent.num_prefills == 0:
-            y = self._update(conv_input, dt, windows, states, recurrent)
-        elif recurrent.num_decodes == 0:
-            y = self._scan(conv_input, dt, windows, states, recurrent)
-        else:
-            cut = recurrent.num_decodes
-            decoded = self._update(conv_input[:cut], dt[:cut], windows, states, recurrent)
-            y = torch.cat((decoded, self._scan(conv_input[cut:], dt[cut:], windows, states, recurrent)))
+        cut, end, pieces = recurrent.num_decodes, recurrent.first_prefill, []
+        if cut:
+            pieces.append(self._update(conv_input[:cut], dt[:cut], windows, states, recurrent))
+        if end > cut:
+            pieces.append(self._verify(conv_input[cut:end], dt[cut:end], step))
+        if recurrent.num_prefills:
+            pieces.append(self._scan(conv_input[end:], dt[end:], windows, states, recurrent))
+        y = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return functional.linear(self._gated(y, gate), self.out_proj_weight, self.out_proj_bias)
+
+    def fold(self, folds: HistoryFolds, cache: CacheTensors) -> None:
+        """Move states on by accepted tokens; their windows are not looked at."""
+        terms = self._history(folds.spans, cache)
+        ssd_fold(terms, self.A, cache.states["ssm"][self.index], folds.sources, folds.targets)
+
+    def _history(self, spans: HistorySpans, cache: CacheTensors) -> SsdTerms:
+        x, dt, B = (cache.histories[name][self.index] for name in ("x", "dt", "B"))
+        return SsdTerms(spans.terms(x), spans.terms(dt), spans.terms(B))
+
+    def _verify(self, conv_input: Tensor, dt: Tensor, step: DecoderStep) -> Tensor:
+        trees, recurrent, cache = step.batch.trees, step.recurrent, step.cache
+        assert trees is not None
+        assert trees.history is not None
+        assert recurrent is not None
+        raw = cache.histories["conv"][self.index]
+        windows = trees.history.windows(raw)
+        convolved = causal_conv1d_tree(conv_input, self.conv_weight, self.conv_bias, windows, trees.trees, "silu")
+        x, B, C = self._split_heads(convolved)
+        states, rows = cache.states["ssm"][self.index], recurrent.tree_rows
+        history = self._history(trees.history, cache)
+        y = ssd_tree(x, dt, self.A, B, C, self.D, states, rows, history, trees.trees)
+        for name, own in (("conv", conv_input), ("x", x), ("dt", dt), ("B", B)):
+            trees.terms.keep(cache.histories[name][self.index], own)
+        return y.reshape(conv_input.shape[0], -1)
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         weight = self.norm_weight

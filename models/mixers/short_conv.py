@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from turnkeep.kernels.causal_conv1d import causal_conv1d, causal_conv1d_update
+from turnkeep.kernels.causal_conv1d import causal_conv1d, causal_conv1d_tree, causal_conv1d_update
 from turnkeep.models.config import ShortConvConfig
 from turnkeep.models.decoder_step import DecoderStep, RecurrentStep
 from turnkeep.models.mixers.parameters import empty_parameter, empty_parameter_or_none
@@ -32,23 +32,31 @@ class ShortConvMixer(nn.Module):
         """x [T, hidden_size] -> [T, hidden_size]; reads and writes the windows of the step's rows."""
         recurrent = step.recurrent
         assert recurrent is not None
-        windows = step.cache.states["conv"][self.index]
         B, C, inputs = functional.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
-        convolved = self._convolve(B * inputs, windows, recurrent)
+        convolved = self._convolve(B * inputs, step, recurrent)
         return functional.linear(C * convolved, self.out_proj_weight, self.out_proj_bias)
 
-    def _convolve(self, inputs: Tensor, windows: Tensor, step: RecurrentStep) -> Tensor:
-        cut, pieces = step.num_decodes, []
-        if step.num_decodes:
-            rows = step.decode_rows
+    def _convolve(self, inputs: Tensor, step: DecoderStep, recurrent: RecurrentStep) -> Tensor:
+        windows = step.cache.states["conv"][self.index]
+        cut, end, pieces = recurrent.num_decodes, recurrent.first_prefill, []
+        if cut:
+            rows = recurrent.decode_rows
             pieces.append(causal_conv1d_update(inputs[:cut], self.conv_weight, self.conv_bias, windows, rows))
-            if step.decode_exports is not None:
-                sources, targets = step.decode_exports
+            if recurrent.decode_exports is not None:
+                sources, targets = recurrent.decode_exports
                 windows.index_copy_(0, targets, windows.index_select(0, sources))
-        if step.num_prefills:
-            rows, seq_lens, context_lens = step.prefill_rows, step.prefill_seq_lens, step.prefill_context_lens
-            weight, bias, exports = self.conv_weight, self.conv_bias, step.prefill_exports
+        if end > cut:
+            trees = step.batch.trees
+            assert trees is not None
+            assert trees.history is not None
+            raw = step.cache.histories["conv"][self.index]
+            before = trees.history.windows(raw)
+            pieces.append(causal_conv1d_tree(inputs[cut:end], self.conv_weight, self.conv_bias, before, trees.trees))
+            trees.terms.keep(raw, inputs[cut:end])
+        if recurrent.num_prefills:
+            lengths = (recurrent.prefill_seq_lens, recurrent.prefill_context_lens)
+            weight, bias, exports = self.conv_weight, self.conv_bias, recurrent.prefill_exports
             pieces.append(
-                causal_conv1d(inputs[cut:], weight, bias, windows, rows, seq_lens, context_lens, exports=exports)
+                causal_conv1d(inputs[end:], weight, bias, windows, recurrent.prefill_rows, *lengths, exports=exports)
             )
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

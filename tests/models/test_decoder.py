@@ -160,9 +160,9 @@ def test_only_the_wanted_rows_get_logits(make_driver: Any) -> None:
     batch = driver.batch([(0, tokens)], ())
     fields = {name: getattr(batch, name) for name in batch.__slots__}
     wanted = type(batch)(**fields | {"logit_indices": torch.tensor([20, 4])})
-    hidden = model.hidden(wanted, driver.cache)
-    assert hidden.shape == (2, model.config.hidden_size)
-    assert_close(model.logits(hidden), everything[[20, 4]])
+    logits = model(wanted, driver.cache)
+    assert logits.shape == (2, model.config.vocab_size)
+    assert_close(logits, everything[[20, 4]])
 
 
 def test_the_step_size_is_bounded_from_above(make_driver: Any) -> None:

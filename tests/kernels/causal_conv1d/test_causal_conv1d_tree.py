@@ -8,7 +8,8 @@ import pytest
 import torch
 from draft_trees import SHAPES, make_parents, path
 
-from turnkeep.kernels.causal_conv1d import causal_conv1d, causal_conv1d_fold, causal_conv1d_tree
+from turnkeep.kernels.causal_conv1d import causal_conv1d, causal_conv1d_tree
+from turnkeep.kernels.draft_tree import DraftTrees
 
 CHANNELS = 45  # no multiple of a vector width: elements fall on all places of a vector
 
@@ -25,11 +26,9 @@ def test_nodes_get_the_bits_of_the_sequence_along_their_path(
     weight, bias = torch.randn(CHANNELS, width), torch.randn(CHANNELS) if with_bias else None
     windows = torch.full((9, CHANNELS, width - 1), torch.nan)
     windows[rows] = torch.randn(5, CHANNELS, width - 1)
-    before = windows.clone()
     x = torch.randn(sum(num_nodes), CHANNELS)
-    parents = torch.tensor([parent for own in trees for parent in own])
-    y = causal_conv1d_tree(x, weight, bias, windows, torch.tensor(rows), num_nodes, parents, activation)
-    assert torch.equal(windows.nan_to_num(), before.nan_to_num())
+    packed = DraftTrees(num_nodes, [parent for own in trees for parent in own])
+    y = causal_conv1d_tree(x, weight, bias, windows[rows].transpose(1, 2), packed, activation)
     for row, own, nodes, outputs in zip(rows, trees, x.split(num_nodes), y.split(num_nodes), strict=True):
         for node in range(len(own)):
             along = nodes[path(own, node)]
@@ -39,52 +38,20 @@ def test_nodes_get_the_bits_of_the_sequence_along_their_path(
             assert torch.equal(outputs[node], chain[-1])
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_window_after_an_accepted_path_is_that_of_the_sequence(width: int) -> None:
-    lens = [1, 2, 7, 0, 3]  # shorter than the window, longer, nothing
-    sources, targets = torch.tensor([3, 1, 7, 2, 5]), torch.tensor([3, 8, 7, 6, 1])
-    windows = torch.randn(9, CHANNELS, width - 1)
-    x = torch.randn(sum(lens), CHANNELS)
-    joined = [torch.cat((windows[s].T, own)) for s, own in zip(sources.tolist(), x.split(lens), strict=True)]
-    before = windows.clone()
-    causal_conv1d_fold(x, windows, sources, targets, lens)
-    for target, inputs in zip(targets.tolist(), joined, strict=True):
-        assert torch.equal(windows[target], inputs[len(inputs) - (width - 1) :].T)
-    untouched = [row for row in range(9) if row not in targets.tolist()]
-    assert torch.equal(windows[untouched], before[untouched])
-
-
 def test_bfloat16_inputs_give_bfloat16() -> None:
     x, weight = torch.randn(3, CHANNELS).bfloat16(), torch.randn(CHANNELS, 4)
-    windows = torch.zeros(2, CHANNELS, 3)
-    y = causal_conv1d_tree(x, weight, None, windows, torch.tensor([1]), [3], torch.tensor([-1, 0, 0]))
+    y = causal_conv1d_tree(x, weight, None, torch.zeros(1, 3, CHANNELS), DraftTrees([3], [-1, 0, 0]))
     assert y.dtype == torch.bfloat16
     assert torch.equal(y[0], (x[0].float() * weight[:, 3]).bfloat16())
 
 
 def test_no_trees_give_nothing() -> None:
-    empty, rows = torch.randn(0, CHANNELS), torch.tensor([], dtype=torch.int64)
-    windows = torch.zeros(2, CHANNELS, 3)
-    assert causal_conv1d_tree(empty, torch.randn(CHANNELS, 4), None, windows, rows, [], rows).shape == (0, CHANNELS)
-    causal_conv1d_fold(empty, windows, rows, rows, [])
-    assert not windows.any()
+    empty, windows = torch.randn(0, CHANNELS), torch.zeros(0, 3, CHANNELS)
+    assert causal_conv1d_tree(empty, torch.randn(CHANNELS, 4), None, windows, DraftTrees([], [])).shape == empty.shape
 
 
-@pytest.mark.parametrize(
-    ("parents", "num_nodes", "rows"),
-    [([-1, 1], [2], [1]), ([-1, 0], [1], [1]), ([-1, 0], [1, 1], [1, 2]), ([-1, 0], [2], [1, 2]), ([-1], [2], [1])],
-)
-def test_trees_that_do_not_fit_are_refused(parents: list[int], num_nodes: list[int], rows: list[int]) -> None:
-    x, weight, windows = torch.randn(2, CHANNELS), torch.randn(CHANNELS, 4), torch.zeros(4, CHANNELS, 3)
+@pytest.mark.parametrize(("num_nodes", "shape"), [([2], (2, 3, CHANNELS)), ([1], (1, 3, CHANNELS)), ([2], (1, 3, 44))])
+def test_trees_that_do_not_fit_are_refused(num_nodes: list[int], shape: tuple[int, ...]) -> None:
+    x, weight, trees = torch.randn(2, CHANNELS), torch.randn(CHANNELS, 4), DraftTrees(num_nodes, [-1] * sum(num_nodes))
     with pytest.raises(ValueError, match="causal_conv1d_tree"):
-        causal_conv1d_tree(x, weight, None, windows, torch.tensor(rows), num_nodes, torch.tensor(parents))
-
-
-@pytest.mark.parametrize(
-    ("channels", "targets", "lens"), [(CHANNELS + 1, [1], [2]), (CHANNELS, [1, 2], [2]), (CHANNELS, [1], [3])]
-)
-def test_folds_that_do_not_fit_are_refused(channels: int, targets: list[int], lens: list[int]) -> None:
-    with pytest.raises(ValueError, match="causal_conv1d_fold"):
-        causal_conv1d_fold(
-            torch.randn(2, channels), torch.zeros(4, CHANNELS, 3), torch.tensor([1]), torch.tensor(targets), lens
-        )
+        causal_conv1d_tree(x, weight, None, torch.zeros(shape), trees)

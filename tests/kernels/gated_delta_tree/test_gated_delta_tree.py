@@ -8,7 +8,9 @@ import pytest
 import torch
 from draft_trees import SHAPES, make_parents, path
 from gated_delta_cases import DECAYS, KEYS, DeltaInputs, error, make_inputs, recurrence
+from packed_terms import padded_terms
 
+from turnkeep.kernels.draft_tree import DraftTrees
 from turnkeep.kernels.gated_delta_tree import DeltaTerms, gated_delta_fold, gated_delta_tree
 
 TOLERANCE = 2e-6
@@ -60,10 +62,8 @@ class Case:
             *self.nodes().tensors(),
             self.states if states is None else states,
             torch.tensor(self.rows),
-            history or self.history(),
-            self.history_lens if lens is None else lens,
-            self.num_nodes,
-            torch.tensor([parent for parents in self.trees for parent in parents]),
+            padded_terms(history or self.history(), self.history_lens if lens is None else lens),
+            DraftTrees(self.num_nodes, [parent for parents in self.trees for parent in parents]),
         )
         return list(outputs.split(self.num_nodes)), list(u.split(self.num_nodes))
 
@@ -141,7 +141,7 @@ def test_folding_history_and_path_matches_the_recurrence() -> None:
     terms = DeltaTerms(*(torch.cat(tensors) for tensors in zip(*runs, strict=True)))
     lens = [len(run[0]) for run in runs]
     before = case.states.clone()
-    gated_delta_fold(terms, case.states, torch.tensor(case.rows), torch.tensor([3, case.rows[1]]), lens)
+    gated_delta_fold(padded_terms(terms, lens), case.states, torch.tensor(case.rows), torch.tensor([3, case.rows[1]]))
     after = case.states.clone()
     case.states = before
     assert error(after[3], case.along(0, 20)[2]) < TOLERANCE
@@ -154,13 +154,13 @@ def test_a_part_of_the_history_may_be_folded_first(folded: list[int]) -> None:
     case = Case([make_parents("random", 11), make_parents("bushy", 18)], [9, 7], decay="strong", keys="same")
     states = case.states.clone()
     rows = torch.tensor(case.rows)
-    gated_delta_fold(case.history(folded), states, rows, rows, folded)
+    gated_delta_fold(padded_terms(case.history(folded), folded), states, rows, rows)
     rest = [length - count for length, count in zip(case.history_lens, folded, strict=True)]
     remaining = case.history(rest, folded)
     case.check(*case.run(states, remaining, rest))
-    gated_delta_fold(remaining, states, rows, rows, rest)
+    gated_delta_fold(padded_terms(remaining, rest), states, rows, rows)
     whole = case.states.clone()
-    gated_delta_fold(case.history(), whole, rows, rows, case.history_lens)
+    gated_delta_fold(padded_terms(case.history(), case.history_lens), whole, rows, rows)
     assert all(error(states[row], whole[row]) < TOLERANCE for row in case.rows)
 
 
@@ -179,42 +179,26 @@ def test_no_trees_give_nothing() -> None:
     inputs = make_inputs(0)
     none = DeltaTerms(inputs.k, inputs.v, inputs.g)
     rows, states = torch.tensor([], dtype=torch.int64), inputs.poisoned_states()
-    outputs, u = gated_delta_tree(*inputs.tensors(), states, rows, none, [], [], rows)
+    outputs, u = gated_delta_tree(*inputs.tensors(), states, rows, padded_terms(none, []), DraftTrees([], []))
     assert outputs.shape == u.shape == (0, 4, 10)
-    gated_delta_fold(none, states, rows, rows, [])
+    gated_delta_fold(padded_terms(none, []), states, rows, rows)
     assert states.isnan().all()
 
 
 @pytest.mark.parametrize(
-    ("parents", "num_nodes", "history_lens", "rows"),
-    [
-        ([-1, 1, 0], [3], [2], [1]),
-        ([-1, 0, -2], [3], [2], [1]),
-        ([-1, 0, 0], [1, 2], [2, 0], [1, 2]),
-        ([-1, 0, 0], [2], [2], [1]),
-        ([-1, 0], [3], [2], [1]),
-        ([-1, 0, 0], [3], [1], [1]),
-        ([-1, 0, 0], [3], [2, 0], [1]),
-        ([-1, 0, 0], [3], [2], [1, 2]),
-    ],
+    ("num_nodes", "num_histories", "num_rows"), [([3], 1, 2), ([3], 2, 1), ([2], 1, 1), ([1, 2], 2, 1)]
 )
-def test_trees_that_do_not_fit_are_refused(
-    parents: list[int], num_nodes: list[int], history_lens: list[int], rows: list[int]
-) -> None:
-    inputs, before = make_inputs(3), make_inputs(2)
-    history = DeltaTerms(before.k, before.v, before.g)
-    states = inputs.poisoned_states()
+def test_trees_that_do_not_fit_are_refused(num_nodes: list[int], num_histories: int, num_rows: int) -> None:
+    inputs, before = make_inputs(3), make_inputs(2 * num_histories)
+    history = padded_terms(DeltaTerms(before.k, before.v, before.g), [2] * num_histories)
+    trees = DraftTrees(num_nodes, [-1] * sum(num_nodes))
     with pytest.raises(ValueError, match="gated_delta_tree"):
-        gated_delta_tree(
-            *inputs.tensors(), states, torch.tensor(rows), history, history_lens, num_nodes, torch.tensor(parents)
-        )
+        gated_delta_tree(*inputs.tensors(), inputs.poisoned_states(), torch.arange(num_rows), history, trees)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "targets", "seq_lens"), [(3, [1], [2]), (3, [1], [4, -1]), (3, [1, 2], [3]), (0, [1], [3])]
-)
-def test_folds_that_do_not_fit_are_refused(num_tokens: int, targets: list[int], seq_lens: list[int]) -> None:
-    inputs = make_inputs(num_tokens)
-    terms = DeltaTerms(inputs.k, inputs.v, inputs.g)
+@pytest.mark.parametrize(("num_sources", "num_targets"), [(1, 1), (2, 1), (1, 2)])
+def test_folds_that_do_not_fit_are_refused(num_sources: int, num_targets: int) -> None:
+    inputs = make_inputs(3)
+    terms = padded_terms(DeltaTerms(inputs.k, inputs.v, inputs.g), [1, 2])
     with pytest.raises(ValueError, match="gated_delta_fold"):
-        gated_delta_fold(terms, inputs.poisoned_states(), torch.tensor([1]), torch.tensor(targets), seq_lens)
+        gated_delta_fold(terms, inputs.poisoned_states(), torch.arange(num_sources), torch.arange(num_targets))

@@ -8,7 +8,9 @@ import pytest
 import torch
 from draft_trees import SHAPES, make_parents, path
 from gated_delta_cases import DECAYS, error, log_decays
+from packed_terms import padded_terms
 
+from turnkeep.kernels.draft_tree import DraftTrees
 from turnkeep.kernels.ssd_tree import SsdTerms, ssd_fold, ssd_tree
 
 HEADS, HEAD_DIM, STATE_DIM = 4, 8, 14
@@ -92,10 +94,11 @@ def run(
         D if with_skip else None,
         states,
         rows,
-        joined([r.terms(list(range(folded, r.num_history))) for r in requests]),
-        [r.num_history - folded for r in requests],
-        lens,
-        torch.tensor([parent for r in requests for parent in r.parents]),
+        padded_terms(
+            joined([r.terms(list(range(folded, r.num_history))) for r in requests]),
+            [r.num_history - folded for r in requests],
+        ),
+        DraftTrees(lens, [parent for r in requests for parent in r.parents]),
     )
     return list(y.split(lens))
 
@@ -157,7 +160,8 @@ def test_folding_history_and_path_matches_the_recurrence() -> None:
     before = states.clone()
     tokens = [requests[0].tokens(20), requests[1].tokens(12)]
     terms = joined([request.terms(own) for request, own in zip(requests, tokens, strict=True)])
-    ssd_fold(terms, A, states, rows, torch.tensor([3, int(rows[1])]), [len(own) for own in tokens])
+    padded = padded_terms(terms, [len(own) for own in tokens])
+    ssd_fold(padded, A, states, rows, torch.tensor([3, int(rows[1])]))
     assert error(states[3], recurrence(requests[0], tokens[0])[1]) < TOLERANCE
     assert error(states[rows[1]], recurrence(requests[1], tokens[1])[1]) < TOLERANCE
     assert torch.equal(states[rows[0]], before[rows[0]])
@@ -170,12 +174,13 @@ def test_a_part_of_the_history_may_be_folded_first(decay: str, folded: int) -> N
     states, rows = make_states(requests)
     whole = states.clone()
     first = joined([request.terms(list(range(folded))) for request in requests])
-    ssd_fold(first, A, states, rows, rows, [folded] * 2)
+    ssd_fold(padded_terms(first, [folded] * 2), A, states, rows, rows)
     check(requests, run(requests, states, rows, folded=folded))
     lens = [request.num_history for request in requests]
     rest = joined([request.terms(list(range(folded, request.num_history))) for request in requests])
-    ssd_fold(rest, A, states, rows, rows, [length - folded for length in lens])
-    ssd_fold(joined([r.terms(list(range(r.num_history))) for r in requests]), A, whole, rows, rows, lens)
+    ssd_fold(padded_terms(rest, [length - folded for length in lens]), A, states, rows, rows)
+    everything = joined([r.terms(list(range(r.num_history))) for r in requests])
+    ssd_fold(padded_terms(everything, lens), A, whole, rows, rows)
     assert error(states[rows], whole[rows]) < TOLERANCE
 
 
@@ -192,36 +197,27 @@ def test_bfloat16_inputs_give_bfloat16_outputs() -> None:
 def test_no_trees_give_nothing() -> None:
     states, rows = make_states([])
     none = SsdTerms(torch.ones(0, HEADS, HEAD_DIM), torch.ones(0, HEADS), torch.ones(0, 2, STATE_DIM))
-    y = ssd_tree(*none[:2], A, none.B, none.B, None, states, rows, none, [], [], rows)
+    y = ssd_tree(*none[:2], A, none.B, none.B, None, states, rows, padded_terms(none, []), DraftTrees([], []))
     assert y.shape == (0, HEADS, HEAD_DIM)
-    ssd_fold(none, A, states, rows, rows, [])
+    ssd_fold(padded_terms(none, []), A, states, rows, rows)
     assert states.isnan().all()
 
 
 @pytest.mark.parametrize(
-    ("parents", "num_nodes", "history_lens", "num_rows"),
-    [
-        ([-1, 1, 0], [3], [2], 1),
-        ([-1, 0, 0], [1, 2], [2, 0], 2),
-        ([-1, 0, 0], [2], [2], 1),
-        ([-1, 0], [3], [2], 1),
-        ([-1, 0, 0], [3], [1], 1),
-        ([-1, 0, 0], [3], [2], 2),
-    ],
+    ("num_nodes", "num_histories", "num_rows"), [([3], 1, 2), ([3], 2, 1), ([2], 1, 1), ([1, 2], 2, 1)]
 )
-def test_trees_that_do_not_fit_are_refused(
-    parents: list[int], num_nodes: list[int], history_lens: list[int], num_rows: int
-) -> None:
-    request = make_request("chain", 3, 2)
+def test_trees_that_do_not_fit_are_refused(num_nodes: list[int], num_histories: int, num_rows: int) -> None:
+    request = make_request("chain", 3, 4)
     states, _ = make_states([])
-    own, history = request.terms([2, 3, 4]), request.terms([0, 1])
-    rows = torch.arange(num_rows)
+    own = request.terms([4, 5, 6])
+    history = padded_terms(request.terms([0, 1, 2, 3][: 2 * num_histories]), [2] * num_histories)
+    trees = DraftTrees(num_nodes, [-1] * sum(num_nodes))
     with pytest.raises(ValueError, match="ssd_tree"):
-        ssd_tree(*own[:2], A, own.B, own.B, D, states, rows, history, history_lens, num_nodes, torch.tensor(parents))
+        ssd_tree(*own[:2], A, own.B, own.B, D, states, torch.arange(num_rows), history, trees)
 
 
-@pytest.mark.parametrize("seq_lens", [[2], [4, -1], [3, 0]])
-def test_folds_that_do_not_fit_are_refused(seq_lens: list[int]) -> None:
-    terms = make_request("chain", 3, 0).terms([0, 1, 2])
+@pytest.mark.parametrize(("num_sources", "num_targets"), [(1, 1), (2, 1), (1, 2)])
+def test_folds_that_do_not_fit_are_refused(num_sources: int, num_targets: int) -> None:
+    terms = padded_terms(make_request("chain", 3, 0).terms([0, 1, 2]), [1, 2])
     with pytest.raises(ValueError, match="ssd_fold"):
-        ssd_fold(terms, A, make_states([])[0], torch.tensor([1]), torch.tensor([1]), seq_lens)
+        ssd_fold(terms, A, make_states([])[0], torch.arange(num_sources), torch.arange(num_targets))
