@@ -62,6 +62,7 @@ class ChatService:
     ) -> None:
         self.text_model = text_model
         self.metrics = metrics
+        metrics.register_texts(text_model)
         self.served_names = served_names or (text_model.name,)
         self.fingerprint = text_model.fingerprint
         self.conversations = ConversationTable(clock=clock)
@@ -116,11 +117,10 @@ class ChatService:
         root = cache_root(tenant or None, body.cache_salt)
         known = None if tag.conversation_id is None else await self._open_conversation(root, tag.conversation_id)
         now = self._clock() if known is None else known.started_s
-        memory_key = None if known is None else f"{root}\0{tag.conversation_id}"
 
         def work() -> tuple[TurnRequest, Prompt]:
             request = to_turn(body, self.text_model.sampling_defaults, self._vocab_size())
-            return request, self.text_model.prepare(request, memory_key=memory_key, now=now)
+            return request, self.text_model.prepare(request, now=now, root=root, conversation_id=tag.conversation_id)
 
         request, prompt = await self.in_text_worker(work)
         return request, prompt, known, root

@@ -61,7 +61,7 @@ class Driven:
     ) -> str:
         body = convert_request({"model": "m", "messages": messages, "tools": tools})
         turn = to_turn(body, SamplingDefaults(), self.ready.vocab_size)
-        prompt = self.text.prepare(turn, memory_key=None, now=0.0)
+        prompt = self.text.prepare(turn, now=0.0)
         self.num_submitted += 1
         params = SamplingParams(max_new_tokens=max_tokens, stop_token_ids=(END_ID,), **sampling)
         self.loop.receive(
