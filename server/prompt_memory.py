@@ -57,9 +57,11 @@ class PromptMemory:
         return self._num_chars
 
     def recall(self, key: MemoryKey) -> list[EncodedPrompt]:
-        """What a prompt of this conversation may continue, newest last."""
+        """What a prompt of this conversation may continue, newest last. One that is new begins as others do; later its
+        own ids count, and not those of a conversation that happens to read alike."""
         with self._lock:
-            return [*self._prompts.get((key.root, ""), ()), *self._prompts.get((key.root, key.conversation), ())]
+            own = self._prompts.get((key.root, key.conversation))
+            return list(own or self._prompts.get((key.root, ""), ()))
 
     def remember(self, key: MemoryKey, prompt: EncodedPrompt) -> None:
         """Keep a prompt, or what the engine holds at the end of a turn (which stays with its conversation)."""

@@ -152,6 +152,17 @@ def test_nothing_is_found_under_another_root_or_another_id() -> None:
         assert common_prefix(prompt.token_ids, held_ids) < len(held_ids)
 
 
+def test_its_own_ids_count_where_another_conversation_reads_alike() -> None:
+    encoder = chatml_encoder()
+    messages, held_ids = held_turn(encoder)
+    following = [*messages, *user("why?")]
+    other = encoder.encode(following, key=MemoryKey("", "d"))
+    mine = encoder.encode(following, key=KEY)
+    assert mine.token_ids[: len(held_ids)] == held_ids
+    assert other.text == mine.text
+    assert other.token_ids != mine.token_ids
+
+
 def test_a_conversation_without_an_id_is_known_by_how_it_opens() -> None:
     system: list[dict[str, Any]] = [{"role": "system", "content": "You help."}]
     opening = [*system, *user("hi")]
