@@ -249,7 +249,7 @@ class ChatService:
         self._limits.charge(turn.tenant, len(output_ids) - finished.num_cached_tokens)
         self.metrics.count_finished(finished, choice.ended())
         if turn.conversation is not None and choice.index == 0:
-            turn.conversation.record_turn(
+            record = turn.conversation.record_turn(
                 request_id=choice.request_id,
                 prompt_ids=turn.prompt.encoded.token_ids,
                 output_ids=output_ids,
@@ -259,6 +259,10 @@ class ChatService:
                 stable_tokens=stable_tokens,
                 ttft_s=turn.time_to_first_token_s,
             )
+            if (position := record.first_difference) is not None:
+                record.first_different_message = await self.in_text_worker(
+                    lambda: self.text_model.message_at(turn.request, turn.prompt, position)
+                )
             if turn.is_last:
                 self.close_conversation(turn.conversation.root, turn.conversation.conversation_id)
 

@@ -61,7 +61,7 @@ class PromptMemory:
         own ids count, and not those of a conversation that happens to read alike."""
         with self._lock:
             own = self._prompts.get((key.root, key.conversation))
-            return list(own or self._prompts.get((key.root, ""), ()))
+            return list(own or self._prompts.get((key.root, ""), []))
 
     def remember(self, key: MemoryKey, prompt: EncodedPrompt) -> None:
         """Keep a prompt, or what the engine holds at the end of a turn (which stays with its conversation)."""

@@ -5,6 +5,7 @@ Made once from a model's files; no weights, no torch.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,12 +15,13 @@ import turnkeep
 from turnkeep.cache.boundary import Boundary
 from turnkeep.server import errors
 from turnkeep.server.boundaries import BoundaryFinder
+from turnkeep.server.cache_hints import CacheMark
 from turnkeep.server.chat_messages import TemplateError
 from turnkeep.server.chat_template import ChatTemplate
 from turnkeep.server.parsers import OutputFormat, select_format
 from turnkeep.server.prompt_memory import MemoryKey, memory_key
 from turnkeep.server.prompts import DEFAULT_SETTING, EncodedPrompt, Guarded, PromptEncoder
-from turnkeep.server.stable_position import with_declared
+from turnkeep.server.stable_position import marked_ends, with_declared
 from turnkeep.server.tokenizer import Tokenizer
 from turnkeep.server.turn_events import TokenText
 from turnkeep.server.turn_request import SamplingDefaults, TurnRequest
@@ -165,6 +167,20 @@ class TextModel:
             now=prompt.now,
             held=held,
         )
+
+    def message_at(self, request: TurnRequest, prompt: Prompt, position: int) -> int | None:
+        """Index of the request's message to which the token at a position belongs; None behind all messages, or where
+        the template does not tell."""
+        marks = [CacheMark(index) for index in range(len(request.messages))]
+        try:
+            ends = marked_ends(self.encoder, prompt.encoded, request.messages, marks)
+        except TemplateError:
+            return None
+        encoded = prompt.encoded
+        num_cuts = bisect.bisect_right(encoded.cut_tokens, position)
+        first, num_chars = (encoded.cut_tokens[num_cuts - 1], encoded.cut_ends[num_cuts - 1]) if num_cuts else (0, 0)
+        num_chars += len(self.tokenizer.decode(encoded.token_ids[first:position]))
+        return next((index for index, end in enumerate(ends) if end > num_chars), None)
 
     def counts(self) -> dict[str, int]:
         """Monotonic counts, for metrics."""

@@ -191,6 +191,30 @@ async def test_the_next_turn_over_http_repeats_exactly_what_was_sampled(
         assert await server.metric("turnkeep_spliced_tokens_total") == before["spliced_tokens"] + len(letters) + 1
 
 
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({0: "You helped."}, 0), ({1: "where is my order, number seventeen?"}, 1), ({2: "Your order is lost."}, 2),
+        ({2: "Your order is lost.", 3: "Oh?"}, 2), ({}, None),
+    ],
+)  # fmt: skip
+async def test_the_report_names_the_first_message_that_reads_otherwise(
+    text_model: TextModel, changed: dict[int, str], expected: int | None
+) -> None:
+    answer = Script([*text_model.tokenizer.encode("Your order is late."), END_TOKEN_ID])
+    async with live_server(answer, text_model=text_model) as server:
+        messages = [{"role": "system", "content": "You help."}, *user("Where is my order, number seventeen?")]
+        _, body = await server.post({"model": "demo", "messages": messages, "conversation_id": "c"})
+        messages = [*messages, body["choices"][0]["message"], *user("Why?")]
+        for index, text in changed.items():
+            messages[index] = {**messages[index], "content": text}
+        assert (await server.post({"model": "demo", "messages": messages, "conversation_id": "c"}))[0] == 200
+        _, report = await server.get("/v1/conversations/c/cache")
+    turn = report["turns"][1]
+    assert turn["first_different_message"] == expected
+    assert (turn["first_difference"] is None) == (expected is None)
+
+
 async def two_turns(server: LiveServer, fields: dict[str, Any]) -> None:
     messages = user("Where is my order, number seventeen?")
     _, answer = await server.post({"model": "demo", "messages": messages, **fields})
