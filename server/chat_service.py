@@ -276,7 +276,7 @@ class ChatService:
         self._num_requests += 1
         return Submit(
             request_id=f"turn-{self._num_requests}-{index}",
-            prompt_ids=prompt.encoded.token_ids,
+            prompt_ids=prompt.submitted,
             sampling=msgspec.structs.replace(
                 sampling,
                 max_new_tokens=min(sampling.max_new_tokens, room),

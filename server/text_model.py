@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import turnkeep
 from turnkeep.cache.boundary import Boundary
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.server import errors
 from turnkeep.server.boundaries import BoundaryFinder
 from turnkeep.server.cache_hints import CacheMark
@@ -42,6 +43,7 @@ class Prompt:
     encoded: EncodedPrompt
     boundaries: tuple[Boundary, ...]
     now: float  # what templates that write the date were given
+    submitted: EncodedTokens  # its tokens as they are sent to the engine
     key: MemoryKey | None = None  # where it is remembered
     num_declared_tokens: int = 0  # up to the last place that the client has marked
     is_chat: bool = True  # False: a bare text, continued without a template
@@ -120,11 +122,12 @@ class TextModel:
         boundaries = self.boundaries.prompt_boundaries(
             request.messages, request.tools, kwargs, encoded.token_ids, prompt=encoded, now=now
         )
+        submitted = EncodedTokens(encoded.token_ids)
         if not request.cache_marks:
-            return Prompt(encoded, boundaries, now, key)
+            return Prompt(encoded, boundaries, now, submitted, key)
         declared = self.boundaries.declared_positions(request.messages, request.cache_marks, encoded)
         num_declared_tokens = max(declared, default=0)
-        return Prompt(encoded, with_declared(boundaries, declared), now, key, num_declared_tokens)
+        return Prompt(encoded, with_declared(boundaries, declared), now, submitted, key, num_declared_tokens)
 
     def prepare_text(self, text: str) -> Prompt:
         """A bare text to be continued, after what the tokenizer puts before a text, unless the text begins with it.
@@ -210,4 +213,4 @@ def _bare_prompt(encoded: EncodedPrompt) -> Prompt:
     """The same text asked again, or for several answers, resumes before its last token."""
     position = len(encoded.token_ids) - 1
     boundaries = (Boundary(position, "turn_start"),) if position > 0 else ()
-    return Prompt(encoded, boundaries, 0.0, is_chat=False)
+    return Prompt(encoded, boundaries, 0.0, EncodedTokens(encoded.token_ids), is_chat=False)
