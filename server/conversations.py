@@ -137,9 +137,9 @@ class TurnRecord:
     """The tokens of one turn. reused + no_snapshot + evicted + new = prompt; all but the reused are computed.
 
     num_held_tokens: what the engine had computed on this branch. Of these, template tokens are not repeated by the
-    prompt. From `first_difference` on the prompt reads differently than the branch it shares most with (None: it repeats
-    all of it, or is the first), which is in the message of index `first_different_message` (None: not known, or behind
-    all messages).
+    prompt. From `first_difference` on the prompt reads differently than the branch it shares most with (None: it is
+    the first, or repeats all of it), which is in the message of index `first_different_message` (None: not known, or
+    behind all messages).
     """
 
     request_id: str
