@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from turnkeep.cache.encoded_tokens import TOKEN_BYTES
-from turnkeep.cache.page_node import PageNode
+from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
 
 Value = TypeVar("Value")
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.engine.messages import (
     Abort,
     Admitted,
@@ -130,7 +129,7 @@ class EngineLoop:
             self._scheduler.submit(
                 Request(
                     request_id=message.request_id,
-                    token_ids=EncodedTokens(message.prompt_ids),
+                    token_ids=list(message.prompt_ids),
                     num_prompt_tokens=len(message.prompt_ids),
                     boundaries=message.boundaries,
                     sampling=message.sampling,

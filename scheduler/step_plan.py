@@ -79,3 +79,4 @@ class StepOutput:
     errors: dict[str, str] = field(default_factory=dict)
     accepted: dict[str, tuple[int, ...]] = field(default_factory=dict)
     drafts: dict[str, DraftTree] = field(default_factory=dict)
+    draft_s: float = 0.0  # of duration_s, spent on the drafts

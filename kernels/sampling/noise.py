@@ -35,7 +35,8 @@ def _random_words(seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Te
     if seeds.device.type == "cpu":
         return torch.from_numpy(random_words(seeds.numpy(), positions.numpy(), blocks.numpy()))
     counter = (blocks, positions & MASK, (positions >> 32) & MASK, torch.zeros_like(positions))
-    return torch.stack(torch.broadcast_tensors(*philox4x32(counter, (seeds & MASK, (seeds >> 32) & MASK))), dim=-1)
+    words = philox4x32(counter, (seeds & MASK, (seeds >> 32) & MASK))
+    return torch.stack(torch.broadcast_tensors(*words), dim=-1)  # type: ignore[no-untyped-call]
 
 
 def _gumbel(bits: torch.Tensor) -> torch.Tensor:

@@ -16,12 +16,11 @@ from turnkeep.server.parsers import harmony_parser
 from turnkeep.server.parsers.answer_parser import AnswerParser
 from turnkeep.server.parsers.call_syntax import CallSyntax
 from turnkeep.server.parsers.gemma_calls import FUNCTION_GEMMA, GEMMA
-from turnkeep.server.parsers.headed_calls import DEEPSEEK, KIMI_K2, MISTRAL
 from turnkeep.server.parsers.json_calls import BARE_JSON, GRANITE, HERMES, LLAMA3_JSON, NEMOTRON
+from turnkeep.server.parsers.mistral_calls import MistralCalls
 from turnkeep.server.parsers.output_parser import OutputParser
-from turnkeep.server.parsers.pair_calls import PairCalls
 from turnkeep.server.parsers.python_calls import PythonCalls
-from turnkeep.server.parsers.xml_calls import MINIMAX, QWEN3_CODER, SEED_OSS
+from turnkeep.server.parsers.xml_calls import FUNCTION, PARAMETER, XmlCalls
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -31,16 +30,11 @@ PROBE_CALL_ID = "call00000"  # some templates take only nine letters and digits
 HARMONY = "harmony"
 CALL_SYNTAXES: dict[str, CallSyntax] = {
     "hermes": HERMES,
-    "qwen3_coder": QWEN3_CODER,
-    "seed_oss": SEED_OSS,
-    "minimax": MINIMAX,
-    "glm": PairCalls(),
+    "qwen3_coder": XmlCalls(),
     "nemotron": NEMOTRON,
     "granite": GRANITE,
     "llama3_json": LLAMA3_JSON,
-    "mistral": MISTRAL,
-    "deepseek": DEEPSEEK,
-    "kimi_k2": KIMI_K2,
+    "mistral": MistralCalls(),
     "gemma": GEMMA,
     "function_gemma": FUNCTION_GEMMA,
     "pythonic": PythonCalls(),
@@ -50,7 +44,6 @@ THINK_TAGS: dict[str, tuple[str, str]] = {
     "think": (THINK, THINK_END),
     "nemotron": (THINK, THINK_END),
     "mistral": ("[THINK]", "[/THINK]"),
-    "seed_oss": ("<seed:think>", "</seed:think>"),
     "gemma": ("<|channel>thought", "<channel|>"),
 }
 TOOL_CALL_PARSERS = (*CALL_SYNTAXES, HARMONY)
@@ -64,11 +57,6 @@ MARKERS = (
     ("<|tool_call>", "gemma"),
     ("<|tool_call|>", "granite"),
     ("<|python_tag|>", "llama3_json"),
-    ("<seed:tool_call>", "seed_oss"),
-    ("<minimax:tool_call>", "minimax"),
-    ("<arg_key>", "glm"),
-    ("<｜tool▁call▁begin｜>", "deepseek"),
-    ("<|tool_call_begin|>", "kimi_k2"),
 )
 
 
@@ -175,12 +163,11 @@ def _find_syntax(source: str, printed: str) -> str:
     if all(word in source for word in (harmony_parser.CHANNEL, harmony_parser.MESSAGE, harmony_parser.START)):
         return HARMONY
     for text in (printed, source):
+        if FUNCTION in text and (PARAMETER in text or text is printed):
+            return "qwen3_coder"
         for marker, name in MARKERS:
             if marker in text:
                 return name
-        tags = QWEN3_CODER.tags
-        if tags.function in text and (tags.parameter in text or text is printed):
-            return "qwen3_coder"
         if CALL in text:
             return "hermes"
     bare = _call_alone(printed)

@@ -11,7 +11,6 @@ import torch
 
 from turnkeep.cache.boundary import Boundary
 from turnkeep.cache.config import CacheConfig
-from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.factory import build_engine
 from turnkeep.engine.messages import Admitted, EndTurn, Finished, FromEngine, Submit, Tokens
@@ -81,7 +80,7 @@ class SteppedEngine:
             self.loop.receive(
                 Submit(
                     request_id=request_id,
-                    prompt_ids=EncodedTokens(prompt),
+                    prompt_ids=list(prompt),
                     sampling=sampling,
                     boundaries=kinds,
                     conversation_id=conversation_id,

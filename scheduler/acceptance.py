@@ -1,0 +1,223 @@
+"""How often drafts are right: calibrated probabilities of nodes, counts by depth, and drafts that never are.
+
+A drafter's probability for a node given its parent is replaced by the share of such nodes that were right (bins by
+depth and probability, shrunk to what the drafter said), times a factor of the request's own, shrunk to one. Both are
+needed: a common bias would ruin the choice of how many nodes pay, different ones between requests whose nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+
+import numpy as np
+import numpy.typing as npt
+
+from turnkeep.scheduler.drafts import DraftTree
+
+log = logging.getLogger(__name__)
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+MAX_DEPTH = 16  # deeper nodes share a row of the table
+EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98])
+TABLE_TRUST = 8.0  # nodes after which a bin counts as much as the drafter's word
+TABLE_LIMIT = 512.0  # nodes of a bin, which is halved then: what was learnt long ago fades
+REQUEST_TRUST = 4.0  # expected nodes after which a request's own factor counts as much as one
+REQUEST_MEMORY = 0.97
+MAX_FACTOR = 1.5
+
+WINDOW_STEPS, WINDOW_EXPECTED = 32, 6.0  # with nothing accepted although so much was promised, a request rests
+REST_STEPS, MAX_REST_STEPS = 64, 1024  # twice as long every time
+ALARM_STEPS, ALARM_EXPECTED = 128, 40.0  # the same of all requests together
+
+
+@dataclass(slots=True)
+class ProposedNodes:
+    """The nodes of several drafts in one row, tree after tree, [N] each. parents are places in the row, or -1."""
+
+    starts: list[int]  # of each tree, and the end
+    parents: Int64Array
+    depths: Int64Array  # below the root, from 1
+    levels: list[Int64Array]  # places of the nodes of depth 2, 3, ...
+    edges: Float64Array  # probability given the parent, as the drafter states it
+
+    @classmethod
+    def of(cls, drafts: Sequence[DraftTree]) -> ProposedNodes:
+        starts = [0, *accumulate(draft.num_nodes for draft in drafts)]
+        num_nodes = starts[-1]
+        offsets = np.repeat(np.array(starts[:-1], dtype=np.int64), np.diff(starts))
+        parents = np.fromiter(chain.from_iterable(draft.parents for draft in drafts), np.int64, num_nodes)
+        edges = np.fromiter(chain.from_iterable(draft.probabilities for draft in drafts), np.float64, num_nodes)
+        parents = np.where(parents < 0, -1, parents + offsets)
+        depths = (parents < 0).astype(np.int64)
+        below = np.flatnonzero(parents >= 0)
+        edges[below] /= np.maximum(edges[parents[below]], 1e-12)
+        levels: list[Int64Array] = []
+        while below.size:
+            is_next = depths[parents[below]] == len(levels) + 1
+            levels.append(below[is_next])
+            depths[levels[-1]] = len(levels) + 1
+            below = below[~is_next]
+        return cls(starts, parents, depths, levels, np.minimum(edges, 1.0))
+
+    @property
+    def tree_numbers(self) -> Int64Array:
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+
+
+@dataclass(slots=True)
+class AcceptanceCounts:
+    """Since the engine started; by depth below the root, 1 for a child of it."""
+
+    num_nodes: dict[int, int] = field(default_factory=dict)
+    num_accepted: dict[int, int] = field(default_factory=dict)
+    num_resets: int = 0
+    num_alarms: int = 0
+
+
+@dataclass(slots=True)
+class _Promise:
+    """What was promised, in steps and in nodes, since something was accepted."""
+
+    num_steps: int = 0
+    expected: float = 0.0
+
+    def add(self, expected: float, num_accepted: int) -> None:
+        if num_accepted:
+            self.num_steps, self.expected = 0, 0.0
+        else:
+            self.num_steps += 1
+            self.expected += expected
+
+    def is_broken(self, num_steps: int, expected: float) -> bool:
+        return self.num_steps >= num_steps and self.expected >= expected
+
+
+@dataclass(slots=True)
+class _Request:
+    expected: float = 0.0
+    accepted: float = 0.0
+    promise: _Promise = field(default_factory=_Promise)
+    rest_steps: int = 0
+    next_rest: int = REST_STEPS
+
+    @property
+    def factor(self) -> float:
+        return min((self.accepted + REQUEST_TRUST) / (self.expected + REQUEST_TRUST), MAX_FACTOR)
+
+
+class AcceptanceStatistics:
+    """Requests are known by their ids, from their first draft until `forget`."""
+
+    def __init__(self) -> None:
+        self.counts = AcceptanceCounts()
+        self._requests: dict[str, _Request] = {}
+        self._promise = _Promise()
+        self._trials = np.zeros((MAX_DEPTH + 1, len(EDGES) + 1))
+        self._hits = np.zeros_like(self._trials)
+
+    def rests(self, request_id: str) -> bool:
+        """The request's drafts were never right lately and are not verified for a while. Counts one step of that."""
+        request = self._requests.get(request_id)
+        if request is None or request.rest_steps == 0:
+            return False
+        request.rest_steps -= 1
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._requests.pop(request_id, None)
+
+    def path_probabilities(self, nodes: ProposedNodes, request_ids: Sequence[str]) -> Float64Array:
+        """That each node and all above it are right, as experience has it: [N], never more than the parent's."""
+        if not len(nodes.parents):
+            return np.zeros(0)
+        own = (self._requests.get(request_id) for request_id in request_ids)
+        factors = np.array([1.0 if request is None else request.factor for request in own])
+        trees = nodes.tree_numbers
+        paths: Float64Array = np.minimum(self._rates(nodes) * factors[trees], 1.0)
+        # Of siblings at most one is right. Those below a root have its tree's number behind all places for a parent.
+        parents = np.where(nodes.parents < 0, nodes.starts[-1] + trees, nodes.parents)
+        paths /= np.maximum(np.bincount(parents, weights=paths), 1.0)[parents]
+        for level in nodes.levels:
+            paths[level] *= paths[nodes.parents[level]]
+        return paths
+
+    def measured(
+        self, request_ids: Sequence[str], drafts: Sequence[DraftTree], accepted: Sequence[Sequence[int]]
+    ) -> list[str]:
+        """What was right of verified drafts: places in the draft, along one path. Gives the requests that rest now."""
+        nodes = ProposedNodes.of(drafts)
+        is_accepted = np.zeros(nodes.starts[-1], dtype=bool)
+        places = [start + node for start, path in zip(nodes.starts, accepted, strict=False) for node in path]
+        is_accepted[places] = True
+        # Only nodes below an accepted one were put to the test.
+        is_tested = (nodes.parents < 0) | is_accepted[nodes.parents]
+        self._count(nodes.depths, is_accepted)
+        depths = np.minimum(nodes.depths[is_tested], MAX_DEPTH)
+        trees = nodes.tree_numbers[is_tested]
+        expected = np.bincount(trees, weights=self._rates(nodes)[is_tested], minlength=len(drafts))
+        stated = np.bincount(trees, weights=nodes.edges[is_tested], minlength=len(drafts))
+        np.add.at(self._trials, (depths, _bins(nodes.edges[is_tested])), 1.0)
+        np.add.at(self._hits, (depths, _bins(nodes.edges[is_tested])), is_accepted[is_tested])
+        full = self._trials > TABLE_LIMIT
+        self._trials[full] /= 2.0
+        self._hits[full] /= 2.0
+        resting = [
+            request_id
+            for request_id, own, promised, path in zip(
+                request_ids, expected.tolist(), stated.tolist(), accepted, strict=True
+            )
+            if self._update_request(request_id, own, promised, len(path))
+        ]
+        self._watch_all(float(stated.sum()), sum(map(len, accepted)))
+        return resting
+
+    def _count(self, depths: Int64Array, is_accepted: npt.NDArray[np.bool_]) -> None:
+        for table, found in ((self.counts.num_nodes, depths), (self.counts.num_accepted, depths[is_accepted])):
+            for depth, number in enumerate(np.bincount(found).tolist()):
+                if number:
+                    table[depth] = table.get(depth, 0) + number
+
+    def _rates(self, nodes: ProposedNodes) -> Float64Array:
+        places = np.minimum(nodes.depths, MAX_DEPTH), _bins(nodes.edges)
+        hits, trials = self._hits[places], self._trials[places]
+        rates: Float64Array = (hits + TABLE_TRUST * nodes.edges) / (trials + TABLE_TRUST)
+        return rates
+
+    def _update_request(self, request_id: str, expected: float, stated: float, num_accepted: int) -> bool:
+        """True when the request rests from now on."""
+        request = self._requests.setdefault(request_id, _Request())
+        request.expected = REQUEST_MEMORY * request.expected + expected
+        request.accepted = REQUEST_MEMORY * request.accepted + num_accepted
+        request.promise.add(stated, num_accepted)
+        if num_accepted:
+            request.next_rest = REST_STEPS
+        if not request.promise.is_broken(WINDOW_STEPS, WINDOW_EXPECTED):
+            return False
+        log.info("drafts of %s are reset: nothing of them was right in %d steps", request_id, request.promise.num_steps)
+        self._requests[request_id] = _Request(
+            rest_steps=request.next_rest, next_rest=min(2 * request.next_rest, MAX_REST_STEPS)
+        )
+        self.counts.num_resets += 1
+        return True
+
+    def _watch_all(self, stated: float, num_accepted: int) -> None:
+        self._promise.add(stated, num_accepted)
+        if self._promise.is_broken(ALARM_STEPS, ALARM_EXPECTED):
+            log.error(
+                "no draft of any request was right in %d steps, where the drafter promised %.0f tokens: drafting only "
+                "costs time now (answers do not depend on it)",
+                self._promise.num_steps,
+                self._promise.expected,
+            )
+            self._promise = _Promise()
+            self.counts.num_alarms += 1
+
+
+def _bins(edges: Float64Array) -> Int64Array:
+    return np.searchsorted(EDGES, edges)

@@ -1,0 +1,196 @@
+"""What a step costs in seconds, learnt from the steps that were measured: its prefill, its decodes, its draft nodes.
+
+Two fits, one of computing a step and one of drafting after it, so that the price of one more node is known apart from
+everything that happens in the same step. A factor a regime (how many requests decode, with drafts or without) takes up
+what is not linear: tiles, other code paths, caches. Kept in a file, so that an engine starts with what it knew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from turnkeep.cache.prefill_cost import num_pairs
+from turnkeep.scheduler.least_squares import Float64Array, OnlineLeastSquares
+from turnkeep.scheduler.step_plan import StepPlan
+
+log = logging.getLogger(__name__)
+
+FILE_VERSION = 1
+REGIME_MEMORY = 0.95
+REGIME_TRUST = 4.0  # measurements after which a regime's own factor counts as much as none
+MAX_REGIME_FACTOR = 4.0
+
+# Seconds: a step, a prefill token, a (query, key) pair of prefill, a decode, a draft node, that there are any, a
+# (query, key) pair of decodes. Believed until measured; a little too good for drafts, so that they are tried.
+COMPUTE_PRIOR = (2e-3, 2e-4, 1e-9, 3e-4, 1e-4, 2e-4, 1e-8)
+# Seconds: that there is any drafting, a level, a request, a node, a prefill token that the draft head takes over.
+DRAFT_PRIOR = (1e-4, 2e-4, 5e-6, 5e-6, 1e-5)
+
+
+@dataclass(slots=True, frozen=True)
+class StepLoad:
+    """The work of one step as the cost model sees it; a root is a decode, the nodes below it are its draft."""
+
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: float = 0.0
+    num_decodes: int = 0
+    num_nodes: int = 0
+    num_decode_pairs: float = 0.0  # of decodes and nodes with the tokens before them
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepLoad:
+        prefill_tokens = num_decodes = num_nodes = 0
+        prefill_pairs = decode_pairs = 0.0
+        for item in plan.items:
+            num_tokens = len(item.token_ids)
+            if num_tokens == 1 and item.start > 0:
+                nodes = item.draft.num_nodes if item.draft is not None else 0
+                num_decodes += 1
+                num_nodes += nodes
+                decode_pairs += (1 + nodes) * (item.start + 1)
+            else:
+                prefill_tokens += num_tokens
+                prefill_pairs += num_pairs(item.start, item.start + num_tokens)
+        return cls(prefill_tokens, prefill_pairs, num_decodes, num_nodes, decode_pairs)
+
+    def features(self) -> tuple[float, ...]:
+        return (
+            1.0,
+            self.num_prefill_tokens,
+            self.num_prefill_pairs,
+            self.num_decodes,
+            self.num_nodes,
+            1.0 if self.num_nodes else 0.0,
+            self.num_decode_pairs,
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class DraftLoad:
+    """The drafting after one step."""
+
+    num_levels: int
+    num_requests: int
+    num_nodes: int
+    num_prefill_tokens: int = 0  # of the step's prompts, which a draft head takes over
+
+    def features(self) -> tuple[float, ...]:
+        any_drafting = 1.0 if self.num_levels or self.num_prefill_tokens else 0.0
+        return (any_drafting, self.num_levels, self.num_requests, self.num_nodes, self.num_prefill_tokens)
+
+
+class StepCost:
+    """Predicts and learns. Seconds are wall-clock seconds of this engine."""
+
+    def __init__(self) -> None:
+        self._compute = OnlineLeastSquares(COMPUTE_PRIOR)
+        self._draft = OnlineLeastSquares(DRAFT_PRIOR)
+        self._regimes: dict[tuple[int, bool], tuple[float, float]] = {}  # (weight, mean log of measured / predicted)
+
+    @property
+    def num_measured(self) -> int:
+        return self._compute.num_measured
+
+    def measured(self, load: StepLoad, seconds: float) -> None:
+        """A step, without its drafting, took so long."""
+        if not seconds > 0:
+            return
+        if load.num_decodes and not load.num_prefill_tokens:
+            ratio = math.log(seconds / max(self._compute.predict(load.features()), 1e-9))
+            key = _regime(load.num_decodes, load.num_nodes > 0)
+            weight, mean = self._regimes.get(key, (0.0, 0.0))
+            weight = REGIME_MEMORY * weight + 1.0
+            bound = math.log(MAX_REGIME_FACTOR)
+            self._regimes[key] = (weight, mean + (min(max(ratio, -bound), bound) - mean) / weight)
+        self._compute.measured(load.features(), seconds)
+
+    def measured_draft(self, load: DraftLoad, seconds: float) -> None:
+        """The drafting after a step took so long."""
+        if load.num_levels or load.num_prefill_tokens:
+            self._draft.measured(load.features(), seconds)
+
+    def step_s(self, load: StepLoad) -> float:
+        """Seconds of a step without its drafting."""
+        return self._compute.predict(load.features()) * self._factor(load.num_decodes, load.num_nodes > 0)
+
+    def decode_s(self, num_decodes: int, num_decode_pairs: float, max_nodes: int) -> Float64Array:
+        """Seconds of a step of decodes with 0, 1, ... max_nodes draft nodes: [max_nodes + 1].
+
+        A node costs what it costs at the mean length of the requests.
+        """
+        costs = self._compute.costs
+        plain = costs[0] + costs[3] * num_decodes + costs[6] * num_decode_pairs
+        node = costs[4] + costs[6] * num_decode_pairs / max(num_decodes, 1)
+        seconds: Float64Array = plain + costs[5] + node * np.arange(max_nodes + 1, dtype=np.float64)
+        seconds *= self._factor(num_decodes, has_nodes=True)
+        seconds[0] = plain * self._factor(num_decodes, has_nodes=False)
+        return seconds
+
+    def draft_s(self, load: DraftLoad) -> float:
+        """Seconds of drafting after a step."""
+        return self._draft.predict(load.features())
+
+    def num_measured_alike(self, num_decodes: int, *, has_nodes: bool) -> float:
+        """Measurements of such steps, older ones counting less: never much more than 20."""
+        return self._regimes.get(_regime(num_decodes, has_nodes), (0.0, 0.0))[0]
+
+    def _factor(self, num_decodes: int, has_nodes: bool) -> float:
+        weight, mean = self._regimes.get(_regime(num_decodes, has_nodes), (0.0, 0.0))
+        return math.exp(mean * weight / (weight + REGIME_TRUST))
+
+    def save(self, path: Path, key: str) -> None:
+        """Write what is known under `key` (model, type, machine), replacing the file as a whole. Raises OSError."""
+        known = _read(path)
+        known[key] = {"compute": self._compute.costs.tolist(), "draft": self._draft.costs.tolist()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({"version": FILE_VERSION, "costs": known}))
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, key: str) -> StepCost:
+        """What an earlier engine knew under `key`; a file that cannot be used is as good as none."""
+        cost = cls()
+        found = _read(path).get(key)
+        if isinstance(found, dict):
+            for name, prior in (("compute", COMPUTE_PRIOR), ("draft", DRAFT_PRIOR)):
+                values = _costs(found.get(name), len(prior))
+                if values is not None:
+                    # A cost that was found to be nothing is believed to be little, so that it can be found again.
+                    started = [max(value, 0.01 * believed) for value, believed in zip(values, prior, strict=True)]
+                    setattr(cost, f"_{name}", OnlineLeastSquares(started))
+        return cost
+
+
+def _regime(num_decodes: int, has_nodes: bool) -> tuple[int, bool]:
+    return num_decodes.bit_length(), has_nodes
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("what steps cost is learnt anew: %s cannot be read (%s)", path, error)
+        return {}
+    if not isinstance(content, dict) or content.get("version") != FILE_VERSION:
+        return {}
+    costs = content.get("costs")
+    return costs if isinstance(costs, dict) else {}
+
+
+def _costs(values: object, size: int) -> list[float] | None:
+    if not isinstance(values, list) or len(values) != size:
+        return None
+    if not all(isinstance(value, int | float) and math.isfinite(value) and value >= 0 for value in values):
+        return None
+    return [float(value) for value in values]

@@ -1,0 +1,260 @@
+"""How many draft nodes a step verifies, and whose: the ones that make the whole batch faster, best first.
+
+A node is right with the calibrated probability of its path, never more than its parent's: the n largest of all
+requests' nodes together are trees, and the best ones (they give the sum of their probabilities). n is the number with
+most tokens per second, (R + sum of the n largest) / T(n), T from the cost model; n = 0 is plain decoding. All n are
+looked at: T has steps, at which a rule that stops at the first drop would stay. What may be drafted for the next step
+is chosen in the same way (draft_outlook.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from turnkeep.scheduler.acceptance import AcceptanceStatistics, Float64Array, ProposedNodes
+from turnkeep.scheduler.cost_model import DraftLoad, StepCost, StepLoad
+from turnkeep.scheduler.draft_outlook import DraftOutlook, Outlook
+from turnkeep.scheduler.drafts import DraftTree, TreeGrant
+from turnkeep.scheduler.speculation_config import SpeculationConfig
+from turnkeep.scheduler.step_plan import StepOutput, StepPlan
+
+log = logging.getLogger(__name__)
+
+PROBE_EVERY, MAX_PROBE_EVERY = 64, 256  # steps without drafts after which some are made, to see what they give
+PROBE_STEPS = 2
+CHECK_EVERY, FIRST_CHECK_EVERY = 128, 16  # steps with drafts after which one has none, so that its price stays known
+FRESH = 3.0  # measured plain steps with as many requests, up to which checks come as often as the first
+GROWTH = 1.5  # of the nodes that paid lately, proposed for the next step
+OUTLOOK_STEPS = 8  # for which what may be proposed stays as it is
+
+
+@dataclass(slots=True, frozen=True)
+class DecodingRequest:
+    """What the budget needs to know of a request that decodes one token and verifies what was drafted after it."""
+
+    request_id: str
+    num_tokens: int  # that it attends to
+    draft: DraftTree | None
+
+
+@dataclass(slots=True)
+class BudgetCounts:
+    """Since the engine started."""
+
+    num_proposed: int = 0
+    num_granted: int = 0
+    num_plain_steps: int = 0
+    num_draft_steps: int = 0
+    expected_tokens: float = 0.0  # of granted nodes
+    predicted_s: float = 0.0  # of the measured steps
+    measured_s: float = 0.0
+    drafting_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Choice:
+    """One step's choice, in numbers."""
+
+    num_decodes: int = 0
+    num_proposed: int = 0
+    num_granted: int = 0
+    expected_tokens: float = 0.0
+    plain_s: float = 0.0
+    step_s: float = 0.0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if not self.num_proposed:
+            return f"{self.num_decodes} decodes, no drafts"
+        with_drafts = (self.num_decodes + self.expected_tokens) / max(self.step_s, 1e-9)
+        return (
+            f"{self.num_decodes} decodes, {self.num_granted} of {self.num_proposed} nodes{self.reason}: "
+            f"{self.expected_tokens:.2f} more tokens expected, {self.step_s * 1e3:.2f} ms instead of "
+            f"{self.plain_s * 1e3:.2f}, {with_drafts:.0f} tokens/s instead of "
+            f"{self.num_decodes / max(self.plain_s, 1e-9):.0f}"
+        )
+
+
+class TreeBudget:
+    """`max_nodes`: of one step, whatever pays. For each step: select, then grant, then measured."""
+
+    def __init__(
+        self, config: SpeculationConfig, cost: StepCost, acceptance: AcceptanceStatistics, max_nodes: int = 4096
+    ) -> None:
+        self.config = config
+        self.counts = BudgetCounts()
+        self.acceptance = acceptance
+        self._cost = cost
+        self._max_nodes = max_nodes
+        self._choice = Choice()
+        self._outlook = DraftOutlook(cost, config.max_draft_len)
+        self._judged = Outlook(0, 0.0)
+        self._judged_for = 0  # decodes
+        self._num_steps = 0  # since then
+        self._num_plain = 0  # steps since drafts were asked for
+        self._num_drafted = 0  # steps since one had none
+        self._probe_every = PROBE_EVERY
+        self._is_probe = False
+
+    def select(self, requests: Sequence[DecodingRequest]) -> list[DraftTree | None]:
+        """The part of each request's draft that the coming step verifies, None for plain decoding."""
+        chosen: list[DraftTree | None] = [None] * len(requests)
+        self._choice = choice = Choice(num_decodes=len(requests))
+        drafting = [
+            (place, request.draft)
+            for place, request in enumerate(requests)
+            if request.draft is not None and request.draft.num_nodes and not self.acceptance.rests(request.request_id)
+        ]
+        if drafting:
+            drafts = [draft for _, draft in drafting]
+            nodes = ProposedNodes.of(drafts)
+            paths = self.acceptance.path_probabilities(nodes, [requests[place].request_id for place, _ in drafting])
+            order = np.argsort(-paths, kind="stable")[: self._max_nodes]
+            self._choose_number(choice, requests, paths[order])
+            is_kept = np.zeros(len(paths), dtype=bool)
+            is_kept[order[: choice.num_granted]] = True
+            for number, (place, draft) in enumerate(drafting):
+                chosen[place] = _part(draft, is_kept[nodes.starts[number] : nodes.starts[number + 1]])
+            self._outlook.saw(len(requests), nodes.depths, paths)
+        self._count(choice)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("tree budget: %s", choice)
+        return chosen
+
+    def _choose_number(self, choice: Choice, requests: Sequence[DecodingRequest], best: Float64Array) -> None:
+        """best: path probabilities of the proposed nodes, largest first."""
+        expected = np.concatenate(([0.0], np.cumsum(best)))
+        pairs = float(sum(request.num_tokens for request in requests))
+        seconds = self._cost.decode_s(len(requests), pairs, len(best))
+        rates = (len(requests) + expected) / seconds
+        number = int(rates.argmax())
+        if self._is_probe and number == 0:
+            number, choice.reason = int(rates[1:].argmax()) + 1, " (to see what they give)"
+        elif number and self._is_check_due(len(requests)):
+            number, choice.reason = 0, " (to see what a plain step costs)"
+        self._is_probe = False
+        choice.num_proposed, choice.num_granted = len(best), number
+        choice.expected_tokens = float(expected[number])
+        choice.plain_s, choice.step_s = float(seconds[0]), float(seconds[number])
+
+    def _is_check_due(self, num_decodes: int) -> bool:
+        is_known = self._cost.num_measured_alike(num_decodes, has_nodes=False) >= FRESH
+        return self._num_drafted >= (CHECK_EVERY if is_known else FIRST_CHECK_EVERY)
+
+    def _count(self, choice: Choice) -> None:
+        counts = self.counts
+        counts.num_proposed += choice.num_proposed
+        counts.num_granted += choice.num_granted
+        counts.expected_tokens += choice.expected_tokens
+        if choice.num_granted:
+            self._num_drafted += 1
+            counts.num_draft_steps += 1
+        elif choice.num_decodes:
+            self._num_drafted = 0
+            counts.num_plain_steps += 1
+
+    def grant(self, requests: Sequence[DecodingRequest]) -> TreeGrant | None:
+        """What may be proposed for the step after the coming one; None: drafting would not pay."""
+        if not requests:
+            return None
+        depth = self._judge(requests).depth
+        if depth == 0:
+            self._num_plain += 1
+            if self._num_plain <= self._probe_every - PROBE_STEPS:
+                return None
+            if self._num_plain >= self._probe_every:
+                self._probe_every = min(2 * self._probe_every, MAX_PROBE_EVERY)
+                self._num_plain = 0
+            self._is_probe = True
+            depth = max(self.config.max_draft_len // 2, 1)
+        else:
+            self._num_plain, self._probe_every = 0, PROBE_EVERY
+        config = self.config
+        each = math.ceil(GROWTH * self._judged.nodes_per_request) + 1
+        each = min(max(each, depth), config.max_total_draft_tokens)
+        return TreeGrant(
+            num_nodes=min(each * len(requests), self._max_nodes),
+            max_nodes_per_request=each,
+            max_depth=depth,
+            max_children=config.dynamic_tree_max_topk,
+        )
+
+    def _judge(self, requests: Sequence[DecodingRequest]) -> Outlook:
+        self._num_steps += 1
+        if self._num_steps >= OUTLOOK_STEPS or len(requests) != self._judged_for:
+            pairs = float(sum(request.num_tokens for request in requests))
+            self._judged = self._outlook.best(len(requests), pairs)
+            self._judged_for, self._num_steps = len(requests), 0
+        return self._judged
+
+    def measured(self, plan: StepPlan, output: StepOutput) -> None:
+        """Learn from a step: what it cost, and which of its drafts were right."""
+        load = StepLoad.of(plan)
+        computing_s = output.duration_s - output.draft_s
+        self.counts.predicted_s += self._cost.step_s(load)
+        self.counts.measured_s += computing_s
+        self.counts.drafting_s += output.draft_s
+        self._cost.measured(load, computing_s)
+        if plan.tree_grant is not None or output.drafts:
+            self._cost.measured_draft(_draft_load(load, output), output.draft_s)
+        verified = [
+            (item.request_id, item.draft, output.accepted.get(item.request_id, ()))
+            for item in plan.items
+            if item.draft is not None and item.request_id in output.tokens
+        ]
+        if verified:
+            self.acceptance.measured(*zip(*verified, strict=True))
+
+    def counter_values(self) -> dict[str, float]:
+        """Flat names for the stats message; by depth as name.depth."""
+        counts, accepted = self.counts, self.acceptance.counts
+        values: dict[str, float] = {
+            "draft_num_proposed_nodes": counts.num_proposed,
+            "draft_num_granted_nodes": counts.num_granted,
+            "draft_expected_tokens": counts.expected_tokens,
+            "draft_num_steps": counts.num_draft_steps,
+            "draft_num_plain_steps": counts.num_plain_steps,
+            "draft_predicted_step_seconds": counts.predicted_s,
+            "draft_measured_step_seconds": counts.measured_s,
+            "draft_drafting_seconds": counts.drafting_s,
+            "draft_num_resets": accepted.num_resets,
+            "draft_num_alarms": accepted.num_alarms,
+        }
+        for depth, number in accepted.num_nodes.items():
+            values[f"draft_num_verified_nodes.{depth}"] = number
+            values[f"draft_num_accepted_nodes.{depth}"] = accepted.num_accepted.get(depth, 0)
+        return values
+
+
+def _draft_load(load: StepLoad, output: StepOutput) -> DraftLoad:
+    drafts = output.drafts.values()
+    return DraftLoad(
+        num_levels=max((max(draft.depths(), default=0) for draft in drafts), default=0),
+        num_requests=len(output.tokens),
+        num_nodes=sum(draft.num_nodes for draft in drafts),
+        num_prefill_tokens=load.num_prefill_tokens,
+    )
+
+
+def _part(draft: DraftTree, is_kept: npt.NDArray[np.bool_]) -> DraftTree | None:
+    """The kept nodes, among which every one but a child of the root has its parent."""
+    number = int(is_kept.sum())
+    if number == draft.num_nodes:
+        return draft
+    if number == 0:
+        return None
+    if bool(is_kept[:number].all()):
+        return draft.first(number)
+    places = (np.cumsum(is_kept) - 1).tolist()
+    kept = np.flatnonzero(is_kept).tolist()
+    return DraftTree(
+        tuple(draft.token_ids[node] for node in kept),
+        tuple(places[draft.parents[node]] if draft.parents[node] >= 0 else -1 for node in kept),
+        tuple(draft.probabilities[node] for node in kept),
+    )
