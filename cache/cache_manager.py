@@ -32,6 +32,7 @@ from turnkeep.cache.sequence_cache import SequenceCache
 from turnkeep.cache.spec import CacheSpec
 from turnkeep.cache.state_pool import StatePool
 from turnkeep.cache.statistics import CacheCounters, CacheStats
+from turnkeep.cache.tiers.cold_tiers import ColdTiers
 from turnkeep.cache.turn_snapshots import TurnSnapshots
 
 __all__ = ["CacheManager", "CacheStats", "LossReason", "PrefixMatch", "SequenceCache", "TokenIds", "TurnHandle"]
@@ -42,7 +43,8 @@ class CacheManager:
 
     Models without attention need no pages (page ids are then empty), models without recurrent layers no rows.
     `policy` takes the place of the eviction policy that the configuration names; `cost` is what that one weighs with,
-    and may go on being measured. Raises ValueError for pools in which nothing could ever run.
+    and may go on being measured. `tiers` take in what leaves the pools. Raises ValueError for pools in which nothing
+    could ever run.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class CacheManager:
         clock: Callable[[], float],
         policy: EvictionPolicy | None = None,
         cost: PrefillCost | None = None,
+        tiers: ColdTiers | None = None,
     ) -> None:
         config = config if config is not None else CacheConfig()
         self.page_size = spec.page_size
@@ -84,6 +87,9 @@ class CacheManager:
             spec.page_size, search=self._search, reclaimer=reclaimer, copies=self._copies, counters=counters
         )
         self._open: set[SequenceCache] = set()
+        self.tiers = tiers if self.prefix_caching else None
+        if self.tiers is not None:
+            self.tiers.attach(reclaimer, self._retention)
 
     # Admission
 
@@ -224,6 +230,8 @@ class CacheManager:
             handle = self._snapshots.finish(seq, token_ids)
         elif seq.conversation is not None and not self.has_state and self.prefix_caching:
             self._leaves.finished(seq.conversation, seq.tail or seq.path)
+        if self.tiers is not None and not self.has_state:
+            self.tiers.offloader.turn_ended(seq.conversation, seq.path)
         self.close(seq)
         return handle
 
@@ -300,6 +308,7 @@ class CacheManager:
             num_snapshots=dict(Counter(snapshot.kind for snapshot in snapshots)),
             num_superseded_snapshots=sum(snapshot.is_superseded for snapshot in snapshots),
             counters=copy.deepcopy(self._counters),
+            tiers=None if self.tiers is None else self.tiers.reading(),
         )
 
     def check(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from turnkeep.cache.policies import EvictionPolicyName
+from turnkeep.cache.tiers.config import TierConfig
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,3 +18,4 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     eviction_policy: EvictionPolicyName = "lru"
     max_branches: int = 4
+    tiers: TierConfig = TierConfig()

@@ -59,6 +59,7 @@ class PageNode:
         "snapshots",
         "start",
         "suffixes",
+        "tier_key",
         "writer",
     )
 
@@ -79,6 +80,7 @@ class PageNode:
         self.is_superseded = False
         self.is_attached = True
         self.absorbed_into: PageNode | None = None
+        self.tier_key: bytes | None = None  # of a full page, once colder tiers have asked for it (cache/tiers/keys.py)
 
     def suffix(self, position: int) -> bytes:
         """Key of the tokens of this page before `position`."""

@@ -10,7 +10,7 @@ from turnkeep.cache.page_node import TOKEN_BYTES, PageNode, TokenIds, encode_tok
 from turnkeep.cache.prefix_tree import PrefixTree
 from turnkeep.cache.snapshot import Snapshot
 
-LossReason = Literal["none", "no_snapshot", "evicted"]
+LossReason = Literal["none", "no_snapshot", "evicted", "tier"]
 
 MIN_BRANCH_TOKENS = 32  # fewer computed again are not worth a snapshot
 
@@ -28,6 +28,7 @@ class PrefixMatch:
     num_tokens: int = 0  # computation starts here
     num_matched_tokens: int = 0  # what the pages alone match
     num_evicted_tokens: int = 0  # deepest position known to have been usable until it was evicted; 0: none known
+    num_cold_tokens: int = 0  # position that a colder tier had and that could not be brought here; 0: none
     snapshot: Snapshot | None = None
     path: PageNode | None = None
     tail: PageNode | None = None
@@ -35,10 +36,12 @@ class PrefixMatch:
     @property
     def num_lost_tokens(self) -> int:
         """Tokens that were computed before, as far as the cache knows, and must be computed again."""
-        return max(self.num_evicted_tokens, self.num_matched_tokens) - self.num_tokens
+        return max(self.num_cold_tokens, self.num_evicted_tokens, self.num_matched_tokens) - self.num_tokens
 
     @property
     def loss_reason(self) -> LossReason:
+        if self.num_cold_tokens > self.num_tokens:
+            return "tier"
         if self.num_evicted_tokens > self.num_tokens:
             return "evicted"
         return "no_snapshot" if self.num_matched_tokens > self.num_tokens else "none"

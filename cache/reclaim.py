@@ -8,6 +8,7 @@ Because pins cover everything in use, what eviction can free is known exactly be
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
+from typing import Protocol
 
 from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.eviction import Evictable, EvictionPolicy, Need
@@ -19,6 +20,18 @@ from turnkeep.cache.snapshot import PRIVATE_KINDS, Snapshot
 from turnkeep.cache.spec import CacheSpec
 from turnkeep.cache.state_pool import StatePool
 from turnkeep.cache.statistics import CacheCounters
+
+
+class Offloading(Protocol):
+    """Who copies things to a colder tier: told of snapshots that appear and go, and of what is about to be evicted."""
+
+    def added(self, snapshot: Snapshot) -> None: ...
+
+    def superseded(self, snapshot: Snapshot) -> None: ...
+
+    def evicting(self, item: Evictable) -> None: ...
+
+    def removed(self, snapshot: Snapshot) -> None: ...
 
 
 class Reclaimer:
@@ -43,6 +56,7 @@ class Reclaimer:
         self.snapshots: set[Snapshot] = set()
         self.num_pinned_snapshots = 0
         self.on_removed: Callable[[Snapshot], None] | None = None
+        self.offloader: Offloading | None = None
         self._policy = policy
         self._clock = clock
         self._counters = counters
@@ -93,6 +107,8 @@ class Reclaimer:
         return num_pages * self._page_bytes + num_rows * self._row_bytes
 
     def _evict(self, victim: Evictable) -> None:
+        if self.offloader is not None:
+            self.offloader.evicting(victim)
         if isinstance(victim, Snapshot):
             self._evict_snapshot(victim)
         else:
@@ -124,6 +140,8 @@ class Reclaimer:
         self.snapshots.add(snapshot)
         self._counters.created_snapshots[kind] += 1
         self._policy.added(snapshot)
+        if self.offloader is not None:
+            self.offloader.added(snapshot)
         return snapshot
 
     def pin(self, snapshot: Snapshot) -> None:
@@ -157,6 +175,8 @@ class Reclaimer:
         if snapshot.kind in PRIVATE_KINDS and not snapshot.is_superseded:
             snapshot.is_superseded = True
             self._policy.changed(snapshot)
+            if self.offloader is not None:
+                self.offloader.superseded(snapshot)
 
     def revive(self, snapshot: Snapshot) -> None:
         """Wanted again."""
@@ -180,6 +200,8 @@ class Reclaimer:
         self.snapshots.remove(snapshot)
         snapshot.is_attached = False
         self.rows.release(snapshot.row)
+        if self.offloader is not None:
+            self.offloader.removed(snapshot)
         if self.on_removed is not None:
             self.on_removed(snapshot)
         self._prune(node)

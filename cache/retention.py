@@ -102,6 +102,17 @@ class Retention:
         self._refresh_main_line(branch)
         return branch
 
+    def adopt(self, conversation: ConversationKey, snapshot: Snapshot) -> None:
+        """`snapshot` came back from a colder tier for a turn of this conversation that is about to be opened."""
+        if snapshot.kind not in PRIVATE_KINDS:
+            return
+        branch = Branch(conversation)
+        self._branches[branch] = None
+        if conversation[1] is not None:
+            self._conversations.setdefault(conversation, []).append(branch)
+        self.keep(branch, snapshot, snapshot.kind)
+        self._enforce_limits(conversation)
+
     def release(self, branch: Branch) -> None:
         """The sequence on `branch` closed."""
         branch.num_active -= 1

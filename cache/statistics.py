@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from turnkeep.cache.tiers.tier_counters import TierReading
+
 
 @dataclass(slots=True)
 class CacheCounters:
@@ -45,6 +47,7 @@ class CacheStats:
     num_snapshots: dict[str, int]
     num_superseded_snapshots: int
     counters: CacheCounters
+    tiers: TierReading | None = None
 
     @property
     def num_used_pages(self) -> int:
@@ -73,7 +76,7 @@ class CacheStats:
             )
         }
         values.update({f"num_snapshots.{kind}": number for kind, number in self.num_snapshots.items()})
-        return values
+        return values if self.tiers is None else values | self.tiers.gauges
 
     def counter_values(self) -> dict[str, float]:
         """Flat names for the stats message; counters by kind or reason as name.kind."""
@@ -84,4 +87,4 @@ class CacheStats:
                 values.update({f"{name}.{key}": number for key, number in value.items()})
             else:
                 values[name] = value
-        return values
+        return values if self.tiers is None else values | self.tiers.counters

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from turnkeep.cache.cache_manager import CacheManager
+from turnkeep.cache.pool_content import TensorPoolContent
 from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.config import EngineConfig
@@ -18,8 +19,10 @@ from turnkeep.engine.loop import EngineLoop
 from turnkeep.engine.messages import FromEngine, Loading, Ready
 from turnkeep.engine.runner import Model, ModelRunner
 from turnkeep.engine.sizing import PoolSizes, check_memory, engine_spec, size_pools
+from turnkeep.engine.tier_building import build_tiers
 from turnkeep.models.catalog import find_model
 from turnkeep.models.config import ModelConfig
+from turnkeep.models.fingerprint import model_fingerprint
 from turnkeep.models.weights import load_model
 from turnkeep.scheduler.config import SchedulerConfig
 from turnkeep.scheduler.scheduler import Scheduler
@@ -49,7 +52,17 @@ def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> 
     model = load_model(source, dtype=getattr(torch, dtype), progress=report)
     matchers = GrammarMatchers(source.tokenizer_json, model_config.vocab_size, sorted(source.eos_token_ids))
     matchers.prepare()
-    return assemble(model, model_config, config, sizes, dtype, outbox, model_name=source.name, matchers=matchers)
+    return assemble(
+        model,
+        model_config,
+        config,
+        sizes,
+        dtype,
+        outbox,
+        model_name=source.name,
+        matchers=matchers,
+        fingerprint=model_fingerprint(source),
+    )
 
 
 def decode_threads(model: Model, num_threads: int | None) -> int | None:
@@ -91,10 +104,12 @@ def assemble(
     *,
     model_name: str,
     matchers: GrammarMatchers | None = None,
+    fingerprint: bytes | None = None,
 ) -> tuple[EngineLoop, Ready]:
-    """An engine loop around a model that is loaded already."""
+    """An engine loop around a model that is loaded already. fingerprint: names its weights for the disk tier."""
     spec = engine_spec(model_config, config, dtype)
     storage = CacheStorage(spec, num_pages=sizes.num_pages, num_state_rows=sizes.num_state_rows)
+    tiers = build_tiers(spec, config.cache, TensorPoolContent(storage.tensors), fingerprint, sizes.num_bytes)
     cost = PrefillCost()
     cache = CacheManager(
         spec,
@@ -103,6 +118,7 @@ def assemble(
         num_state_rows=sizes.num_state_rows,
         clock=time.monotonic,
         cost=cost,
+        tiers=tiers.tiers,
     )
     limits = SchedulerConfig(
         max_running=sizes.max_running,
@@ -113,10 +129,10 @@ def assemble(
     scheduler = Scheduler(cache, limits, cost=cost)
     runner = ModelRunner(model, storage, config.page_size, matchers, decode_threads(model, config.num_threads))
     loop = EngineLoop(scheduler, runner, outbox)
-    notices = list(sizes.notices)
+    notices = [*sizes.notices, *tiers.notices]
     if not config.cache.prefix_caching:
         notices.append("prefix caching is off: every turn is computed anew")
-    log.info("%s in %s; %s", model_name, dtype, sizes.limiting_resource)
+    log.info("%s in %s; %s; %s", model_name, dtype, sizes.limiting_resource, tiers.summary)
     for notice in notices:
         log.warning("%s", notice)
     ready = Ready(
@@ -127,7 +143,7 @@ def assemble(
         num_pages=sizes.num_pages,
         num_state_rows=sizes.num_state_rows,
         max_running=sizes.max_running,
-        limiting_resource=sizes.limiting_resource,
+        limiting_resource=f"{sizes.limiting_resource}; {tiers.summary}",
         notices=notices,
     )
     return loop, ready

@@ -47,6 +47,9 @@ class EngineHandle(Protocol):
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
         """The conversation will not return."""
 
+    def expect(self, cache_root: str, conversation_id: str) -> None:
+        """A request of this conversation has arrived; it will be submitted once it is tokenized."""
+
     def stats(self) -> Stats:
         """The newest Stats heard of; at most about a second old while the engine is alive."""
 

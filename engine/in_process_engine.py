@@ -99,12 +99,13 @@ class InProcessEngine(LocalHandle):
     def _drive(self) -> None:
         loop, ready = self._build(self._config, self._put)
         self._put(ready)
+        is_busy = True
         while not loop.is_shut_down:
             try:
-                timeout_s = 0.0 if loop.has_work else HEARTBEAT_PERIOD_S
+                timeout_s = 0.0 if is_busy or loop.has_work else HEARTBEAT_PERIOD_S
                 loop.receive(self._inbox.get(block=timeout_s > 0, timeout=timeout_s))
             except queue.Empty:
-                loop.step()  # an idle step only reports
+                is_busy = loop.step()
 
     def _put(self, event: FromEngine) -> None:
         """Called in the engine's thread."""

@@ -15,6 +15,7 @@ from turnkeep.engine.messages import (
     Admitted,
     CloseConversation,
     EndTurn,
+    Expect,
     Failed,
     Finished,
     FromEngine,
@@ -81,6 +82,9 @@ class LocalHandle:
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
         self._send_if_alive(CloseConversation(cache_root, conversation_id))
+
+    def expect(self, cache_root: str, conversation_id: str) -> None:
+        self._send_if_alive(Expect(cache_root, conversation_id))
 
     def stats(self) -> Stats:
         return self._stats

@@ -15,6 +15,7 @@ from turnkeep.engine.messages import (
     Admitted,
     CloseConversation,
     EndTurn,
+    Expect,
     Finished,
     FromEngine,
     ReadStats,
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
 STATS_PERIOD_S = 1.0
+LEAVE_S = 3.0  # for what is saved when the engine ends
 
 
 class Runner(Protocol):
@@ -91,15 +93,18 @@ class EngineLoop:
             scheduler.end_turn(message.request_id, message.stable_tokens, message.has_tool_call)
         elif isinstance(message, CloseConversation):
             scheduler.close_conversation(message.cache_root, message.conversation_id)
+        elif isinstance(message, Expect):
+            scheduler.expect(message.cache_root, message.conversation_id)
         elif isinstance(message, ReadStats):
             self._outbox(self.stats(requested=True))
         elif isinstance(message, Shutdown):
             self._is_shut_down = True
             scheduler.end_all("abort", "the engine was closed")
+            scheduler.leave(LEAVE_S)
         self._send_events()
 
     def step(self) -> bool:
-        """Compute one step. False when there was nothing to compute.
+        """Compute one step, or use the time in another way. False when there was nothing to do.
 
         When the runner fails, the requests of that step end with an error and the others go on. Raises EngineFailure
         after several failures in a row.
@@ -108,7 +113,7 @@ class EngineLoop:
         plan = self._scheduler.plan()
         if plan is None:
             self._send_events()
-            return False
+            return self._scheduler.use_idle_time()
         try:
             output = self._runner.run(plan)
         except Exception as error:

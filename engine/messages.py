@@ -55,6 +55,13 @@ class CloseConversation(msgspec.Struct, tag="close_conversation"):
     conversation_id: str
 
 
+class Expect(msgspec.Struct, tag="expect"):
+    """A request of this conversation has arrived and will be submitted once it is tokenized."""
+
+    cache_root: str
+    conversation_id: str
+
+
 class ReadStats(msgspec.Struct, tag="read_stats"):
     """Ask for one Stats event."""
 
@@ -139,5 +146,5 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True, omit_defaults=True):
     requested: bool = False  # the answer to a ReadStats, not a heartbeat
 
 
-ToEngine = Submit | Abort | Stop | EndTurn | CloseConversation | ReadStats | Shutdown
+ToEngine = Submit | Abort | Stop | EndTurn | CloseConversation | Expect | ReadStats | Shutdown
 FromEngine = Ready | Loading | Failed | Admitted | Tokens | Finished | Stats

@@ -23,6 +23,7 @@ from turnkeep.engine.script import Script, ScriptError, load_script
 from turnkeep.engine.scripted_prompt import THINK
 from turnkeep.engine.scripted_runner import AnswerWriter, ScriptedRunner
 from turnkeep.engine.sizing import PoolSizes, size_pools
+from turnkeep.engine.tier_building import build_tiers
 from turnkeep.models.catalog import find_model
 from turnkeep.models.demo import rendering
 from turnkeep.models.hf_folder import HFFolder
@@ -80,21 +81,6 @@ def build_scripted_engine(config: EngineConfig, outbox: Callable[[FromEngine], N
     vocab_size = writer.vocab_size
     spec = scripted_spec(config.page_size)
     sizes = _sizes(spec, config, script.max_model_len)
-    cost = PrefillCost()
-    cache = CacheManager(
-        spec,
-        config.cache,
-        num_pages=sizes.num_pages,
-        num_state_rows=sizes.num_state_rows,
-        clock=time.monotonic,
-        cost=cost,
-    )
-    limits = SchedulerConfig(
-        max_running=sizes.max_running,
-        max_step_tokens=max(config.max_step_tokens, 2 * sizes.max_running),
-        max_model_len=sizes.max_model_len,
-        vocab_size=vocab_size,
-    )
     runner = ScriptedRunner(
         writer,
         script,
@@ -104,6 +90,23 @@ def build_scripted_engine(config: EngineConfig, outbox: Callable[[FromEngine], N
         vocab_size=vocab_size,
         start_number=config.start_number,
     )
+    tiers = build_tiers(spec, config.cache, runner.pool_content(), b"scripted", sizes.num_bytes)
+    cost = PrefillCost()
+    cache = CacheManager(
+        spec,
+        config.cache,
+        num_pages=sizes.num_pages,
+        num_state_rows=sizes.num_state_rows,
+        clock=time.monotonic,
+        cost=cost,
+        tiers=tiers.tiers,
+    )
+    limits = SchedulerConfig(
+        max_running=sizes.max_running,
+        max_step_tokens=max(config.max_step_tokens, 2 * sizes.max_running),
+        max_model_len=sizes.max_model_len,
+        vocab_size=vocab_size,
+    )
     ready = Ready(
         model_name=source.name,
         vocab_size=vocab_size,
@@ -112,8 +115,8 @@ def build_scripted_engine(config: EngineConfig, outbox: Callable[[FromEngine], N
         num_pages=sizes.num_pages,
         num_state_rows=sizes.num_state_rows,
         max_running=sizes.max_running,
-        limiting_resource=f"a script instead of a model; {sizes.limiting_resource}",
-        notices=list(sizes.notices),
+        limiting_resource=f"a script instead of a model; {sizes.limiting_resource}; {tiers.summary}",
+        notices=[*sizes.notices, *tiers.notices],
     )
     return EngineLoop(Scheduler(cache, limits, cost=cost), runner, outbox), ready
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from turnkeep.engine.example_arguments import example_arguments
 from turnkeep.engine.script import Rule, Script, ScriptedCall
+from turnkeep.engine.scripted_pools import ScriptedPoolContent
 from turnkeep.engine.scripted_prompt import THINK, THINK_END, PromptReader, PromptView
 from turnkeep.scheduler.step_plan import SampledToken, StepItem, StepOutput, StepPlan
 
@@ -106,6 +107,10 @@ class ScriptedRunner:
         self._rows: list[tuple[int, int]] = [(-1, 0)] * num_state_rows
         self._answers: OrderedDict[str, Answer] = OrderedDict()
         self._num_faults: Counter[int] = Counter()
+
+    def pool_content(self) -> ScriptedPoolContent:
+        """What its pages and rows hold, for the colder tiers."""
+        return ScriptedPoolContent(self._pages, self._rows)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Raises CacheContentError, and what the script says (a failed step, a crash)."""

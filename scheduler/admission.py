@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from turnkeep.scheduler.cold_prefixes import ColdPrefixes
 from turnkeep.scheduler.config import SchedulerConfig
 from turnkeep.scheduler.request import Request
 from turnkeep.scheduler.waiting_queue import WaitingQueue
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from turnkeep.cache.cache_manager import CacheManager
     from turnkeep.cache.prefix_match import PrefixMatch
 
-Verdict = Literal["admitted", "blocked", "waits_for_prefix"]
+Verdict = Literal["admitted", "blocked", "waits_for_prefix", "waits_for_load"]
 
 
 class Admission:
@@ -29,9 +30,11 @@ class Admission:
         self._cache = cache
         self._config = config
         self._waiting = waiting
+        self._cold_prefixes = ColdPrefixes(cache)
         self._num_usable_pages = cache.stats().num_pages
         self.num_bypasses = 0
         self.num_prefix_waits = 0
+        self.is_load_awaited = False  # by a request that the last round looked at
 
     def reason_to_refuse(self, request: Request) -> str | None:
         """Why the request can never run: the resource, what it needs and what there is. None when it can."""
@@ -68,6 +71,7 @@ class Admission:
         """
         admitted: list[Request] = []
         blocked: list[Request] = []
+        self.is_load_awaited = False
         prefilling = [request for request in running if _is_prefilling(request)]
         reserved_pages = sum(self._reserve_pages(request) for request in running)
         index = 0
@@ -105,6 +109,11 @@ class Admission:
         match = cache.match(request.cache_root, request.known_ids, request.conversation_id)
         if self._waits_for_prefix(request, match.num_tokens, prefilling):
             return "waits_for_prefix"
+        improved = self._cold_prefixes.improved(request, match)
+        if improved is None:
+            self.is_load_awaited = True
+            return "waits_for_load"
+        match = improved
         if self._open(request, match, reserved_pages):
             return "admitted"
         # With nothing running everything can be evicted but what the match itself would hold on to.

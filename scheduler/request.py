@@ -67,6 +67,8 @@ class Request:
     num_cached_tokens: int = 0  # reused at first admission
     num_matched_tokens: int = 0  # what the attention pages alone matched at first admission
     num_suspensions: int = 0
+    num_loads: int = 0  # from colder tiers that were started for it
+    num_cold_tokens: int = 0  # what the deepest of them was to bring
     num_bypassed: int = 0  # admissions of later requests while this one did not fit
     num_prefix_waits: int = 0  # requests whose prefill of a shared prefix this one waited for
     prefix_leader_id: str | None = None  # the one it waits for now

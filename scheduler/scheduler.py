@@ -133,8 +133,27 @@ class Scheduler:
             self._leave(request, commit=False)
             self._end(request, reason, message)
 
+    def expect(self, cache_root: str, conversation_id: str) -> None:
+        """A conversation's next request is on its way: colder tiers may bring its prefix nearer."""
+        if self._cache.tiers is not None:
+            self._cache.tiers.expect(cache_root, conversation_id)
+
+    def use_idle_time(self) -> bool:
+        """There is no step to compute: do what costs running requests nothing. False when there is nothing to do."""
+        tiers = self._cache.tiers
+        return tiers is not None and tiers.use_idle_time(is_awaited=self.has_work)
+
+    def leave(self, limit_s: float) -> None:
+        """The engine ends: save what a next one could go on from, in so much time."""
+        if self._cache.tiers is not None:
+            self._cache.tiers.flush(limit_s)
+            self._cache.tiers.close()
+
     def plan(self) -> StepPlan | None:
         """Admit what fits and plan the next step. None when nothing runs; the plan must be applied or failed."""
+        tiers = self._cache.tiers
+        if tiers is not None and tiers.poll():
+            self._may_admit = True
         if self._waiting and (self._may_admit or not self._running):
             self._admit()
         if not self._running:
@@ -231,7 +250,7 @@ class Scheduler:
                 self._stats.num_prompt_tokens += request.num_prompt_tokens
                 self._stats.num_cached_tokens += request.num_cached_tokens
                 self._events.append(Admitted(request.request_id, request.num_cached_tokens, request.num_matched_tokens))
-        if self._waiting and not self._running:
+        if self._waiting and not self._running and not self._admission.is_load_awaited:
             # Nothing runs, so nothing will change: waiting on would be for ever.
             request = self._waiting[0]
             self._leave(request, commit=False)

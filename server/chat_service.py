@@ -115,6 +115,8 @@ class ChatService:
         self.conversations.note_tag(tag)
         root = cache_root(tenant or None, body.cache_salt)
         known = None if tag.conversation_id is None else await self._open_conversation(root, tag.conversation_id)
+        if known is not None:
+            self._expect(root, known.conversation_id)
         now = self._clock() if known is None else known.started_s
         memory_key = None if known is None else f"{root}\0{tag.conversation_id}"
 
@@ -124,6 +126,11 @@ class ChatService:
 
         request, prompt = await self.in_text_worker(work)
         return request, prompt, known, root
+
+    def _expect(self, root: str, conversation_id: str) -> None:
+        """What the cache keeps far away of a conversation can come nearer while its prompt is being prepared."""
+        with contextlib.suppress(errors.ApiError):
+            self._supervisor.engine().expect(root, conversation_id)
 
     async def _open_conversation(self, root: str, conversation_id: str) -> Conversation:
         """The conversation, with the clock that it began with: here, before a restart, or on another server."""

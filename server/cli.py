@@ -13,7 +13,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +35,8 @@ from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging
 from turnkeep.server.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from turnkeep.server.serve import PortTakenError, RunningServer, serve_until_signal
+from turnkeep.server.state_folder import asked_state_dir, state_dir
+from turnkeep.server.tier_options import add_tier_options, tier_config
 from turnkeep.server.tokenizer import TokenizerError
 
 log = logging.getLogger(__name__)
@@ -178,6 +179,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         "--redis-url", metavar="URL", help="keep them in Redis instead, shared by several servers, for example "
         "redis://127.0.0.1:6379/0 (or TURNKEEP_REDIS_URL, which the process list does not show)",
     )  # fmt: skip
+    add_tier_options(server)
     server.add_argument("--tokens-per-minute", type=_positive, help="computed tokens that each API key may ask for")
     server.add_argument("--max-turns-per-key", type=_positive, help="requests that each API key may have open at once")
     server.add_argument("--drain-s", type=float, help="seconds that running turns get after SIGTERM (default: 30)")
@@ -222,6 +224,8 @@ def server_config(options: argparse.Namespace) -> ServerConfig:
     keys += [key.strip() for key in os.environ.get("TURNKEEP_API_KEYS", "").split(",") if key.strip()]
     # The folder of a hub's model is called after a revision.
     hub_names = [options.model] if options.allow_hub and is_hub_id(options.model) else []
+    # Who keeps everything in Redis has not asked for a folder.
+    folder = state_dir(options.state_dir) if redis_url is None else asked_state_dir(options.state_dir)
     given = {
         "host": options.host or os.environ.get("TURNKEEP_HOST"),
         "port": options.port if options.port is not None else _environment_port(),
@@ -233,32 +237,17 @@ def server_config(options: argparse.Namespace) -> ServerConfig:
         "max_body_bytes": options.max_body,
         "max_waiting": options.max_waiting,
         "redis_url": redis_url,
-        "state_dir": None if redis_url is not None else state_dir(options.state_dir),
+        "state_dir": None if redis_url is not None else folder,
         "tokens_per_minute": options.tokens_per_minute,
         "max_turns_per_key": options.max_turns_per_key,
         "drain_s": options.drain_s,
     }
+    engine = engine_config(options)
+    cache = msgspec.structs.replace(engine.cache, tiers=tier_config(options, folder))
     return ServerConfig(
-        engine=engine_config(options), **{name: value for name, value in given.items() if value is not None}
+        engine=msgspec.structs.replace(engine, cache=cache),
+        **{name: value for name, value in given.items() if value is not None},
     )
-
-
-def state_dir(given: str | None) -> str | None:
-    """The folder of stored state. Without a place that was asked for, and none that can be written: None, in memory."""
-    asked = given or os.environ.get("TURNKEEP_STATE_DIR")
-    if asked:
-        return asked
-    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    folder = home / "turnkeep"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        log.warning("%s cannot be used (%s): stored responses will not survive a restart", folder, error.strerror)
-        return None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        log.warning("%s cannot be written: stored responses will not survive a restart", folder)
-        return None
-    return str(folder)
 
 
 def run_serve(options: argparse.Namespace) -> None:

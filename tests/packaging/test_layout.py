@@ -23,8 +23,8 @@ ALLOWED = {
     "clients": set(),
 }
 ROOMS = sorted(ALLOWED)
-# cache/storage.py is the one file of cache that holds tensors; nothing else there may reach a kernel.
-CACHE_WITH_TENSORS = {"storage.py"}
+# The files of cache that hold tensors; nothing else there may reach a kernel.
+CACHE_WITH_TENSORS = {"pool_content.py", "storage.py"}
 
 TORCH_FREE = [
     "turnkeep",

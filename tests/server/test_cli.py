@@ -21,6 +21,7 @@ from scripted_engine import Script, ScriptedEngine
 
 import turnkeep
 from turnkeep.cache.config import CacheConfig
+from turnkeep.cache.tiers.config import TierConfig
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.handle import EngineStartError
 from turnkeep.engine.messages import Loading
@@ -57,6 +58,7 @@ def test_options_become_settings() -> None:
         "smollm2", "--host", "0.0.0.0", "--port", "9", "--memory", "2GiB", "--max-running", "3", "--max-model-len",
         "99", "--dtype", "float32", "--api-key", "a", "--api-key", "b", "--served-model-name", "x", "--max-step-tokens",
         "64", "--threads", "2", "--no-prefix-caching", "--max-body", "1MB", "--drain-s", "5",
+        "--state-dir", "s",
     )  # fmt: skip
     assert config.engine == EngineConfig(
         model="smollm2",
@@ -66,7 +68,7 @@ def test_options_become_settings() -> None:
         memory_bytes=2 * 2**30,
         max_step_tokens=64,
         num_threads=2,
-        cache=CacheConfig(prefix_caching=False),
+        cache=CacheConfig(prefix_caching=False, tiers=TierConfig(folder="s/cache")),
     )
     assert (config.host, config.port) == ("0.0.0.0", 9)
     assert (config.api_keys, config.served_model_names) == (("a", "b"), ("x",))

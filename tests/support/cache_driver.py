@@ -6,7 +6,7 @@ or came too late, and a page freed too early all show as a wrong number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from turnkeep.cache.cache_manager import CacheManager, PrefixMatch, SequenceCach
 from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
+from turnkeep.cache.tiers.cold_tiers import ColdTiers
 
 ModelKind = Literal["hybrid", "attention_only", "attention_free"]
 MODEL_KINDS: tuple[ModelKind, ...] = ("hybrid", "attention_only", "attention_free")
@@ -80,20 +81,22 @@ class CacheDriver:
         prefix_caching: bool = True,
         max_branches: int = 4,
         checks: bool = True,
+        make_tiers: Callable[[CacheDriver], ColdTiers] | None = None,
     ) -> None:
         self.kind = kind
         self.checks = checks  # False for big trees: a check looks at everything
         self.clock = FakeClock()
         self.page_size = page_size
+        self.cells = [[0] * page_size for _ in range(num_pages + 1)]
+        self.rows = [0] * (num_rows + 1)
         self.cache = CacheManager(
             cache_spec(kind, page_size),
             CacheConfig(prefix_caching=prefix_caching, max_branches=max_branches),
             num_pages=num_pages + 1,
             num_state_rows=num_rows + 1,
             clock=self.clock,
+            tiers=None if make_tiers is None else make_tiers(self),
         )
-        self.cells = [[0] * page_size for _ in range(num_pages + 1)]
-        self.rows = [0] * (num_rows + 1)
         self.num_copies = 0
 
     # One sequence

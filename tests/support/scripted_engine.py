@@ -12,6 +12,7 @@ from turnkeep.engine.messages import (
     Admitted,
     CloseConversation,
     EndTurn,
+    Expect,
     Finished,
     FromEngine,
     ReadStats,
@@ -54,6 +55,7 @@ class ScriptedEngine(LocalHandle):
         self.stopped: list[str] = []
         self.ended_turns: dict[str, int] = {}
         self.closed_conversations: list[str] = []
+        self.expected_conversations: list[str] = []
         self.start_error: str | None = None
         self.silent_s = 0.0  # how long it seems not to have been heard of
         self.counters: dict[str, float] = {"snapshots_created": 0.0}
@@ -126,6 +128,8 @@ class ScriptedEngine(LocalHandle):
             self.ended_turns[message.request_id] = message.stable_tokens
         elif isinstance(message, CloseConversation):
             self.closed_conversations.append(message.conversation_id)
+        elif isinstance(message, Expect):
+            self.expected_conversations.append(message.conversation_id)
         else:
             assert isinstance(message, ReadStats)
             asyncio.get_running_loop().call_soon(self._deliver, [self._stats_now(requested=True)])

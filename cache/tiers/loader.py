@@ -1,0 +1,199 @@
+"""Disk -> host memory -> device: finds what colder tiers have of a prompt, reads it, hands it over when it is whole.
+
+A request waits for its load while others run; reading is done in the background. A load that fails (a file that cannot
+be read, no room) costs time only: the request goes on with what the device has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
+from turnkeep.cache.prefix_match import PrefixMatch
+from turnkeep.cache.reclaim import Reclaimer
+from turnkeep.cache.retention import ConversationKey
+from turnkeep.cache.tiers.cold_index import ColdIndex, ColdMatch
+from turnkeep.cache.tiers.disk_tier import DiskTier
+from turnkeep.cache.tiers.keys import node_key, owner_key, root_key
+from turnkeep.cache.tiers.offloader import Offloader
+from turnkeep.cache.tiers.record import Bytes, Record
+from turnkeep.cache.tiers.takeover import Arrival, Takeover, TakeoverError
+from turnkeep.cache.tiers.tier_counters import TierCounters
+
+MIN_LOAD_TOKENS = 32  # fewer are computed sooner than they are found
+
+LoadState = Literal["nothing", "started", "waiting", "done"]
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What several requests may wait for. num_unread: records whose reading has not ended."""
+
+    key: bytes
+    arrival: Arrival
+    records: tuple[Record, ...]
+    tier: str
+    num_unread: int = 0
+    is_readable: bool = True
+    num_waiting_tokens: int = field(default=0)
+
+
+class Loader:
+    """Works for one cache, in the engine's thread."""
+
+    def __init__(
+        self,
+        layout: bytes,
+        *,
+        index: ColdIndex,
+        disk: DiskTier | None,
+        reclaimer: Reclaimer,
+        takeover: Takeover,
+        offloader: Offloader,
+        counters: TierCounters,
+    ) -> None:
+        self._layout = layout
+        self._index = index
+        self._disk = disk
+        self._reclaimer = reclaimer
+        self._takeover = takeover
+        self._offloader = offloader
+        self._counters = counters
+        self._loads: dict[bytes, Load] = {}
+        self._readers: dict[Record, list[Load]] = {}
+        self._num_ended = 0
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loads)
+
+    def take_num_ended(self) -> int:
+        """Loads that ended since the last call: whoever waited for one may look again."""
+        number, self._num_ended = self._num_ended, 0
+        return number
+
+    def find(self, match: PrefixMatch) -> ColdMatch | None:
+        """What colder tiers hold beyond a match of the device, if it is worth a load. O(pages beyond the match)."""
+        if self._index.is_empty:
+            return None
+        node: PageNode | None = match.path
+        if node is None or not node.is_attached:
+            node = self._reclaimer.tree.roots.get(match.cache_root)
+        key = root_key(self._layout, match.cache_root) if node is None else node_key(self._layout, node)
+        limit = len(match.encoded) // TOKEN_BYTES - 1
+        return self._index.deepest(node, key, match.encoded, match.num_tokens + MIN_LOAD_TOKENS, limit)
+
+    def load(
+        self, cold: ColdMatch, match: PrefixMatch, conversation_id: str | None, *, may_start: bool = True
+    ) -> LoadState:
+        """Bring it to the device. "started" and "waiting": it is being read; "done": it can be matched now.
+
+        "nothing": there is no room for it now, its content turned out to be of no use, or it may not be started.
+        """
+        key = cold.missing_pages[-1] if cold.snapshot is None else cold.snapshot.name.key
+        if key in self._loads:
+            return "waiting"
+        if not may_start:
+            return "nothing"
+        # The request needs a row of its own besides.
+        if not self._reclaimer.can_make_room(len(cold.missing_pages) + 1, 2):
+            self._counters.num_failed_loads["no_room"] += 1
+            return "nothing"
+        unread = [record for record in cold.records if record.data is None]
+        encoded = bytes(match.encoded[: cold.position * TOKEN_BYTES])
+        owner: ConversationKey = (match.cache_root, conversation_id)
+        runs = tuple(record for record in cold.records if record is not cold.snapshot)
+        arrival = Arrival(owner, encoded, cold.position, runs, cold.snapshot)
+        is_from_disk = any(record.data is None or record.is_ahead for record in cold.records)
+        load = Load(key, arrival, cold.records, "disk" if is_from_disk else "host", len(unread))
+        load.num_waiting_tokens = cold.position - match.num_tokens
+        for record in cold.records:
+            self._index.hold(record)
+        self._index.touch(cold.records[-1])
+        if not unread:
+            return "done" if self._hand_over(load) else "nothing"
+        self._loads[key] = load
+        for record in unread:
+            self._read(record, load)
+        return "started"
+
+    def expect(self, cache_root: str, conversation_id: str) -> None:
+        """The next prompt of a conversation is on its way: read what it will most likely need into host memory."""
+        newest = self._index.owners.get(owner_key(cache_root, conversation_id))
+        if newest is None or _is_on_device(newest):
+            return
+        unread = [
+            record
+            for record in newest.chain()
+            if record.data is None and record not in self._readers and not _is_on_device(record)
+        ]
+        budget = self._index.host.budget
+        num_page_bytes = sum(record.num_bytes for record in unread if record.name.kind == "pages")
+        num_snapshot_bytes = sum(record.num_bytes for record in unread) - num_page_bytes
+        if not unread or num_page_bytes > budget.page_bytes or num_snapshot_bytes > budget.snapshot_bytes:
+            return
+        self._counters.num_expected += 1
+        self._index.touch(newest)
+        for record in unread:
+            record.is_ahead = True
+            self._read(record, None)
+
+    def _read(self, record: Record, load: Load | None) -> None:
+        readers = self._readers.get(record)
+        if readers is None:
+            assert self._disk is not None  # what has no content in host memory is on disk
+            self._readers[record] = readers = []
+            self._disk.read(record, partial(self._arrived, record))
+        if load is not None:
+            readers.append(load)
+
+    def _arrived(self, record: Record, content: Bytes | None) -> None:
+        """A record was read, or cannot be: then it is forgotten, with all that needs it."""
+        loads = self._readers.pop(record)
+        if content is None:
+            self._index.remove(record)
+        elif record.is_attached:
+            record.data = content
+            self._index.host.add(record)
+        elif record.num_holds:
+            record.data = content
+        for load in loads:
+            load.num_unread -= 1
+            load.is_readable &= content is not None
+            if not load.num_unread:
+                del self._loads[load.key]
+                self._num_ended += 1
+                self._hand_over(load)
+        self._index.enforce_budgets()
+
+    def _hand_over(self, load: Load) -> bool:
+        """The load has ended, well or badly."""
+        counters = self._counters
+        is_done = False
+        try:
+            if load.is_readable:
+                snapshot = self._takeover.take(load.arrival)
+                record = load.arrival.snapshot
+                if snapshot is not None and record is not None and record.is_attached:
+                    self._offloader.is_stored(snapshot, record)
+                counters.num_hits[load.tier] += 1
+                counters.num_hit_tokens[load.tier] += load.num_waiting_tokens
+                counters.loaded_bytes += sum(record.num_bytes for record in load.records)
+                is_done = True
+            else:
+                counters.num_failed_loads["unreadable"] += 1
+        except TakeoverError as error:
+            counters.num_failed_loads[error.reason] += 1
+        for record in load.records:
+            record.is_ahead = False
+            if is_done and load.arrival.snapshot is None:
+                record.is_on_device = True
+            self._index.let_go(record)
+        self._index.enforce_budgets()
+        return is_done
+
+
+def _is_on_device(record: Record) -> bool:
+    return record.is_on_device or any(user.is_on_device for user in record.users)

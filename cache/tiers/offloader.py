@@ -1,0 +1,280 @@
+"""Device -> host memory -> disk: what is copied out when, and in which order.
+
+Everything copied is committed and never changes, so it may be copied while it stays in use: in idle time ahead of need
+(what a conversation's next turn resumes from, once it has stood still for a moment), or at the last moment when it is
+evicted. What is there already is never copied twice. Runs go before the snapshots that need them, so whatever a process
+had written when it died is whole.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+from turnkeep.cache.boundary import BoundaryKind
+from turnkeep.cache.eviction import Evictable
+from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
+from turnkeep.cache.snapshot import Snapshot
+from turnkeep.cache.tiers.cold_index import ColdIndex
+from turnkeep.cache.tiers.disk_tier import DiskTier
+from turnkeep.cache.tiers.keys import node_key, owner_key, snapshot_key
+from turnkeep.cache.tiers.pool_content import PoolContent
+from turnkeep.cache.tiers.record import Bytes, Record, RecordName
+from turnkeep.cache.tiers.tier_counters import TierCounters
+
+RUN_BYTES = 4 << 20  # of one record of pages: a file that is read in a few milliseconds
+IDLE_BYTES = 8 << 20  # copied before the loop looks for messages again
+MIN_BACKLOG_BYTES = 64 << 20
+QUIET_S = 1.0  # in a tool loop a snapshot is superseded within a second; writing it would be for nothing
+IDLE_KINDS: frozenset[BoundaryKind] = frozenset({"trunk", "turn_start", "turn_end", "declared", "branch"})
+OFFLOADED_KINDS = IDLE_KINDS | {"suspended"}
+
+Owner = tuple[str, str | None]  # cache root, conversation id
+
+
+class Offloader:
+    """`disk` None: host memory alone, filled by evictions."""
+
+    def __init__(
+        self,
+        layout: bytes,
+        page_size: int,
+        *,
+        pool: PoolContent,
+        index: ColdIndex,
+        disk: DiskTier | None,
+        counters: TierCounters,
+        clock: Callable[[], float],
+        has_pages: bool,
+        has_state: bool,
+    ) -> None:
+        self._layout = layout
+        self._page_size = page_size
+        self._pool = pool
+        self._index = index
+        self._disk = disk
+        self._counters = counters
+        self._clock = clock
+        self._has_pages = has_pages
+        self._has_state = has_state
+        self._run_pages = max(RUN_BYTES // pool.page_bytes, 1) if has_pages else 1
+        self._max_backlog = max(index.host.budget.num_bytes, MIN_BACKLOG_BYTES)
+        # What idle time may be spent on, and since when; snapshots, or the last page of a turn without state.
+        self._unwritten: OrderedDict[Evictable, tuple[float, Owner | None]] = OrderedDict()
+        self._stored: dict[Snapshot, Record] = {}
+
+    @property
+    def num_unwritten(self) -> int:
+        return len(self._unwritten)
+
+    # What the cache reports
+
+    def added(self, snapshot: Snapshot) -> None:
+        """A snapshot was published."""
+        if self._disk is not None and snapshot.kind in IDLE_KINDS:
+            self._unwritten[snapshot] = (self._clock(), None)
+
+    def turn_ended(self, owner: Owner | None, node: PageNode) -> None:
+        """A model without state: a turn's last full page is in the tree."""
+        if self._disk is not None and node.parent is not None:
+            self._unwritten[node] = (self._clock(), owner)
+
+    def superseded(self, snapshot: Snapshot) -> None:
+        """A newer one of its kind took its place."""
+        self._unwritten.pop(snapshot, None)
+        record = self._stored.get(snapshot)
+        if record is not None and record.is_attached:
+            self._index.supersede(record)
+
+    def evicting(self, item: Evictable) -> None:
+        """It leaves the device now: the last moment to copy it."""
+        if isinstance(item, Snapshot):
+            if item not in self._stored and not item.is_superseded and item.kind in OFFLOADED_KINDS:
+                self._store(self._last_full_node(item), item, _owner(item), max_bytes=None)
+            return
+        node = item
+        if len(node.key) < self._page_size * TOKEN_BYTES:
+            return
+        known = self._index.pages.get(node_key(self._layout, node))
+        if known is None and not node.is_superseded:
+            self._store(node, None, None, max_bytes=None)
+            known = self._index.pages.get(node_key(self._layout, node))
+        if known is not None:
+            known[0].is_on_device = False
+
+    def removed(self, snapshot: Snapshot) -> None:
+        """It left the device, evicted or dropped."""
+        self._unwritten.pop(snapshot, None)
+        record = self._stored.pop(snapshot, None)
+        if record is not None:
+            record.is_on_device = False
+
+    def is_stored(self, snapshot: Snapshot, record: Record) -> None:
+        """The snapshot came from this record: it need not be written again."""
+        self._unwritten.pop(snapshot, None)
+        self._stored[snapshot] = record
+        record.is_on_device = True
+
+    # Idle time
+
+    def write_ahead(self, *, is_hurried: bool = False) -> bool:
+        """Copy the next bytes that are worth it. False: nothing is to be done now. is_hurried: the engine leaves."""
+        if self._disk is None or not self._disk.accepts_writes or self._disk.backlog_bytes > self._max_backlog:
+            return False
+        ready_s = self._clock() - (0.0 if is_hurried else QUIET_S)
+        for item, (since_s, owner) in self._unwritten.items():
+            if since_s > ready_s:
+                break
+            if isinstance(item, Snapshot) and item.num_pins:
+                continue
+            if self._write(item, owner):
+                self._unwritten.pop(item, None)
+            return True
+        return False
+
+    def _write(self, item: Evictable, owner: Owner | None) -> bool:
+        """True when nothing of it is left to copy."""
+        if isinstance(item, Snapshot):
+            return self._store(self._last_full_node(item), item, _owner(item), max_bytes=IDLE_BYTES)
+        while item.absorbed_into is not None:
+            item = item.absorbed_into
+        return not item.is_attached or self._store(item, None, owner, max_bytes=IDLE_BYTES)
+
+    # Copying
+
+    def _store(self, node: PageNode, snapshot: Snapshot | None, owner: Owner | None, *, max_bytes: int | None) -> bool:
+        """Copy the full pages up to `node` that are not stored yet, then the snapshot. max_bytes None: all or nothing.
+
+        True when nothing is left to copy, or nothing can be.
+        """
+        record = None if snapshot is None else self._snapshot_record(snapshot, node, owner)
+        known = None if record is None else self._index.find(record)
+        if snapshot is not None and known is not None:
+            self.is_stored(snapshot, known)
+            self._index.touch(known)
+            return True
+        nodes = self._unstored(node)
+        num_bytes = len(nodes) * self._pool.page_bytes + (0 if record is None else record.num_bytes)
+        if not self._fits(node, record) or (max_bytes is None and not self._has_time_for(num_bytes)):
+            return True
+        left = num_bytes if max_bytes is None else max_bytes
+        for start in range(0, len(nodes), self._run_pages):
+            if left <= 0:
+                return False
+            run = nodes[start : start + self._run_pages]
+            content = self._pool.read_pages([one.page for one in run])
+            self._put(self._run_record(run, owner, len(content)), content)
+            left -= len(content)
+        if snapshot is None or record is None:
+            return True
+        if left <= 0:
+            return False
+        num_slots = record.name.position - record.name.start
+        page = snapshot.node.page if num_slots else 0
+        if self._put(record, self._pool.read_snapshot(snapshot.row, page, num_slots if self._has_pages else 0)):
+            self.is_stored(snapshot, record)
+            self._counters.num_offloaded_snapshots += 1
+        return True
+
+    def _unstored(self, node: PageNode) -> list[PageNode]:
+        """Full pages up to `node` that no record holds, first one first. What a stored page needs is stored too."""
+        if not self._has_pages:
+            return []
+        found: list[PageNode] = []
+        while node.parent is not None and node_key(self._layout, node) not in self._index.pages:
+            found.append(node)
+            node = node.parent
+        found.reverse()
+        return found
+
+    def _last_full_node(self, snapshot: Snapshot) -> PageNode:
+        """The node of the last full page before a snapshot, or the root."""
+        node = snapshot.node
+        assert node.parent is not None
+        return node.parent if snapshot.num_tokens % self._page_size else node
+
+    def _fits(self, node: PageNode, record: Record | None) -> bool:
+        """Whether some tier could keep it with all it needs."""
+        page_bytes = node.end // self._page_size * self._pool.page_bytes if self._has_pages else 0
+        snapshot_bytes = 0 if record is None else record.num_bytes
+        for tier in (self._index.host, self._index.disk):
+            if page_bytes <= tier.budget.page_bytes and snapshot_bytes <= tier.budget.snapshot_bytes:
+                return True
+        self._counters.num_skipped_offloads["budget"] += 1
+        return False
+
+    def _has_time_for(self, num_bytes: int) -> bool:
+        """Whether what waits to be written leaves room for so much more. The disk may be slower than evictions."""
+        if self._disk is None or not self._disk.accepts_writes:
+            return True
+        if self._disk.backlog_bytes + num_bytes <= self._max_backlog:
+            return True
+        self._counters.num_skipped_offloads["backlog"] += 1
+        return False
+
+    def _run_record(self, run: list[PageNode], owner: Owner | None, num_bytes: int) -> Record:
+        parent = run[0].parent
+        assert parent is not None
+        keys = tuple(node_key(self._layout, node) for node in run)
+        name = RecordName(
+            kind="pages",
+            key=keys[-1],
+            parent=node_key(self._layout, parent),
+            start=parent.end,
+            page_keys=keys,
+            owner=b"" if owner is None else owner_key(*owner),
+        )
+        self._counters.num_offloaded_pages += len(run)
+        record = self._record(name, num_bytes)
+        record.is_on_device = not self._has_state
+        return record
+
+    def _snapshot_record(self, snapshot: Snapshot, node: PageNode, owner: Owner | None) -> Record:
+        parent = node_key(self._layout, node)
+        num_slots = snapshot.num_tokens - node.end
+        suffix = snapshot.node.key[: num_slots * TOKEN_BYTES] if num_slots else b""
+        name = RecordName(
+            kind="snapshot",
+            key=snapshot_key(parent, suffix),
+            parent=parent,
+            start=node.end,
+            suffix=suffix,
+            boundary=snapshot.kind,
+            owner=b"" if owner is None else owner_key(*owner),
+        )
+        return self._record(name, self._pool.row_bytes + (num_slots * self._pool.slot_bytes if self._has_pages else 0))
+
+    def _record(self, name: RecordName, num_bytes: int) -> Record:
+        size = 0 if self._disk is None else self._disk.file_bytes(name, num_bytes)
+        return Record(name, num_bytes, size)
+
+    def _put(self, record: Record, content: Bytes) -> bool:
+        """Take a record into host memory, and have it written."""
+        index, disk = self._index, self._disk
+        if not index.add(record):
+            return False
+        record.data = content
+        index.host.add(record)
+        self._counters.offloaded_bytes += len(content)
+        if disk is not None and disk.accepts_writes and record.file_bytes <= index.disk.budget.of(record.name.kind):
+            index.disk.add(record)
+            index.hold(record)
+            disk.write(record, partial(self._written, record))
+        index.touch(record)
+        index.enforce_budgets()
+        return True
+
+    def _written(self, record: Record, is_on_disk: bool) -> None:
+        if record.is_attached and not is_on_disk:
+            self._index.disk.discard(record)
+        self._index.let_go(record)
+        self._index.enforce_budgets()
+
+
+def _owner(snapshot: Snapshot) -> Owner | None:
+    """The conversation that keeps it, if one with an id does."""
+    for branch in reversed(snapshot.keepers):
+        if branch.conversation[1] is not None:
+            return branch.conversation
+    return None
