@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.commit import Committer
 from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.conservation import check_conservation
 from turnkeep.cache.conversation_leaves import ConversationLeaves
-from turnkeep.cache.copies import PageCopy, RowCopy
+from turnkeep.cache.copies import HistoryFold, PageCopy, RowCopy
 from turnkeep.cache.eviction import EvictionPolicy, TurnObserver
 from turnkeep.cache.opening import Opener
 from turnkeep.cache.page_node import TokenIds, encode_tokens
@@ -27,6 +27,7 @@ from turnkeep.cache.policies import make_policy
 from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.prefix_match import LossReason, PrefixMatch, PrefixSearch
 from turnkeep.cache.reclaim import Reclaimer
+from turnkeep.cache.replay_slots import ReplaySlots
 from turnkeep.cache.retention import Retention, TurnHandle
 from turnkeep.cache.sequence_cache import SequenceCache
 from turnkeep.cache.spec import CacheSpec
@@ -43,8 +44,8 @@ class CacheManager:
 
     Models without attention need no pages (page ids are then empty), models without recurrent layers no rows.
     `policy` takes the place of the eviction policy that the configuration names; `cost` is what that one weighs with,
-    and may go on being measured. `tiers` take in what leaves the pools. Raises ValueError for pools in which nothing
-    could ever run.
+    and may go on being measured. `tiers` take in what leaves the pools. num_history_slots: so many sequences are open
+    at most where drafts are verified (`spec.history`). Raises ValueError for pools in which nothing could ever run.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class CacheManager:
         *,
         num_pages: int,
         num_state_rows: int,
+        num_history_slots: int = 0,
         clock: Callable[[], float],
         policy: EvictionPolicy | None = None,
         cost: PrefillCost | None = None,
@@ -63,6 +65,7 @@ class CacheManager:
         self.page_size = spec.page_size
         self.has_pages = spec.kv is not None
         self.has_state = spec.state is not None
+        self.has_history = spec.history is not None
         self.prefix_caching = config.prefix_caching
         _check_pools(spec, num_pages, num_state_rows)
         self._counters = counters = CacheCounters()
@@ -82,6 +85,8 @@ class CacheManager:
         self._leaves = ConversationLeaves(reclaimer)
         reclaimer.on_removed = self._retention.forget
         self._copies = PendingCopies(reclaimer)
+        history = spec.history
+        self._replay = ReplaySlots(num_history_slots if history else 0, history.capacity if history else 0)
         self._snapshots = TurnSnapshots(reclaimer, self._committer, self._retention, counters, self._observer)
         self._opener = Opener(
             spec.page_size, search=self._search, reclaimer=reclaimer, copies=self._copies, counters=counters
@@ -142,6 +147,8 @@ class CacheManager:
         if self._keeps_snapshots:
             seq.branch = self._retention.resume((match.cache_root, conversation_id), match.snapshot)
             seq.boundaries = self._own_boundaries(seq, match)
+        if self.has_history:
+            self._replay.open(seq)
         self._open.add(seq)
         return seq
 
@@ -180,16 +187,38 @@ class CacheManager:
         return self._snapshots.reserve(seq, position, kind) if self._keeps_snapshots else None
 
     def drain_copies(self) -> tuple[tuple[PageCopy, ...], tuple[RowCopy, ...]]:
-        """The copies planned since the last call. They must be carried out before the next forward pass.
+        """The copies planned since the last call. They must be carried out before the next forward pass, after the
+        folds of `drain_folds`.
 
         No target is the source or target of another one, so each tuple may be carried out as one batch.
         """
         return self._copies.drain()
 
-    def advance(self, seq: SequenceCache, num_tokens: int) -> None:
+    def drain_folds(self) -> tuple[HistoryFold, ...]:
+        """The folds planned since the last call, to be carried out before anything else reads a row."""
+        return self._replay.drain()
+
+    def history_room(self, seq: SequenceCache, num_tokens: int) -> tuple[int, int]:
+        """The history slot of `seq` and the tokens in it, after a fold where num_tokens more would not fit.
+
+        num_tokens: the longest path that the coming step may accept. Raises ValueError for one that never fits.
+        """
+        self._require_open(seq)
+        if not 0 < num_tokens <= self._replay.capacity or seq.history_slot is None:
+            raise ValueError(f"a path of {num_tokens} tokens in a history of {self._replay.capacity}")
+        if seq.num_history_tokens + num_tokens > self._replay.capacity:
+            self._replay.fold(seq)
+        return seq.history_slot, seq.num_history_tokens
+
+    def fold(self, seq: SequenceCache) -> None:
+        """Bring the live row up to everything computed, for a step that goes on from the row alone."""
+        self._replay.fold(seq)
+
+    def advance(self, seq: SequenceCache, num_tokens: int, *, in_history: bool = False) -> None:
         """The step ran: the keys, values and state of num_tokens more tokens are written.
 
-        Raises ValueError beyond the capacity, or when the sequence's copies were never drained.
+        in_history: not into the live row, but into the history slot. Raises ValueError beyond the capacity of either,
+        when the sequence's copies were never drained, or when the row was moved on past a history.
         """
         self._require_open(seq)
         computed = seq.num_computed_tokens + num_tokens
@@ -197,7 +226,13 @@ class CacheManager:
             raise ValueError(f"{computed} tokens computed in a capacity of {seq.capacity_tokens}")
         if seq in self._copies:
             raise ValueError("the copies of this sequence were not carried out before the step")
+        if in_history and computed - seq.num_folded_tokens > self._replay.capacity:
+            raise ValueError(f"{computed - seq.num_folded_tokens} tokens in a history of {self._replay.capacity}")
+        if not in_history and seq.num_history_tokens:
+            raise ValueError(f"the live row is {seq.num_history_tokens} tokens behind and was moved on")
         seq.num_computed_tokens = computed
+        if not in_history:
+            seq.num_folded_tokens = computed
 
     def commit(self, seq: SequenceCache, token_ids: TokenIds) -> None:
         """Publish the full pages computed so far; token_ids: the known tokens, at least the computed ones.
@@ -227,6 +262,7 @@ class CacheManager:
         self._publish_rest(seq, token_ids)
         handle = None
         if keep_turn_end and seq.branch is not None and seq.num_computed_tokens > 0:
+            self._replay.fold(seq)
             handle = self._snapshots.finish(seq, token_ids)
         elif seq.conversation is not None and not self.has_state and self.prefix_caching:
             self._leaves.finished(seq.conversation, seq.tail or seq.path)
@@ -244,6 +280,7 @@ class CacheManager:
         """Close, but keep what is computed so that a match of the known tokens finds it unless it is evicted."""
         self._publish_rest(seq, token_ids)
         if seq.branch is not None and seq.num_computed_tokens > 0:
+            self._replay.fold(seq)
             self._snapshots.suspend(seq, token_ids)
         self.close(seq)
 
@@ -254,6 +291,7 @@ class CacheManager:
         seq.is_closed = True
         self._open.discard(seq)
         self._copies.cancel(seq)
+        self._replay.close(seq)
         for export in seq.exports:
             if export.row is not None:
                 self._rows.release(export.row)
@@ -273,6 +311,13 @@ class CacheManager:
             self._retention.release(seq.branch)
         if self._observer is not None:
             self._observer.closed(seq)
+
+    def distrust(self, rows: Collection[int]) -> None:
+        """A step that was to write these rows has failed: snapshots in them are dropped, as nobody knows what they
+        hold. No open sequence may need them."""
+        for snapshot in [one for one in self._reclaimer.snapshots if one.row in rows]:
+            if snapshot.num_pins == 0:
+                self._reclaimer.drop(snapshot)
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
         """It will not return: what only it kept becomes the first victim. Unknown ones are ignored."""
@@ -314,6 +359,7 @@ class CacheManager:
     def check(self) -> None:
         """Recompute every count and reference. Raises AssertionError naming what is wrong. O(everything)."""
         check_conservation(self._reclaimer, self._retention, self._copies, self._open)
+        self._replay.check(self._open)
 
     def _own_boundaries(self, seq: SequenceCache, match: PrefixMatch) -> tuple[Boundary, ...]:
         if self._observer is not None:

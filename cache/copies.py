@@ -20,3 +20,13 @@ class RowCopy:
 
     source: int
     target: int
+
+
+@dataclass(slots=True, frozen=True)
+class HistoryFold:
+    """Row `target` becomes row `source` moved on by the first `num_tokens` tokens of history slot `slot`."""
+
+    slot: int
+    num_tokens: int
+    source: int
+    target: int

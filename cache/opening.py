@@ -59,6 +59,7 @@ class Opener:
         self._tree.pin(path)
         seq = SequenceCache(path, bytearray(match.encoded))
         seq.num_committed_tokens = seq.num_computed_tokens = seq.capacity_tokens = match.num_tokens
+        seq.num_folded_tokens = match.num_tokens
         if match.snapshot is not None:
             match.snapshot.num_hits += 1
             reclaimer.pin(match.snapshot)

@@ -7,7 +7,7 @@ accelerator copies run on the stream of the steps, so they see what steps before
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,10 +18,14 @@ from turnkeep.kernels.forward_batch import CacheTensors
 
 
 class TensorPoolContent:
-    """PoolContent of these tensors. A page's bytes: layer by layer its keys, then its values; a row's: part by part."""
+    """PoolContent of these tensors. A page's bytes: layer by layer its keys, then its values; a row's: part by part.
 
-    def __init__(self, tensors: CacheTensors) -> None:
+    settle: carries out the folds that are planned for rows, called before a row is read or written.
+    """
+
+    def __init__(self, tensors: CacheTensors, settle: Callable[[], None] = lambda: None) -> None:
         self._kv = tensors.kv
+        self._settle = settle
         self._states = [pool for pools in tensors.states.values() for pool in pools]
         self.slot_bytes = sum(pool[:, 0, 0].numel() * pool.element_size() for pool in self._kv)
         self.page_bytes = sum(pool[:, 0].numel() * pool.element_size() for pool in self._kv)
@@ -61,12 +65,14 @@ class TensorPoolContent:
 
     @torch.inference_mode()
     def read_snapshot(self, row: int, page: int, num_slots: int) -> Bytes:
+        self._settle()
         parts = [pool[row] for pool in self._states]
         parts += [pool[:, page, :num_slots] for pool in self._kv] if num_slots else []
         return np.concatenate([_to_bytes(part) for part in parts])
 
     @torch.inference_mode()
     def write_snapshot(self, row: int, page: int, num_slots: int, content: Bytes) -> None:
+        self._settle()
         parts = [pool[row] for pool in self._states]
         parts += [pool[:, page, :num_slots] for pool in self._kv] if num_slots else []
         at = 0

@@ -1,7 +1,8 @@
 """What one running request holds of the cache: its page table, its live state row, and how far each has come.
 
 num_committed_tokens <= num_computed_tokens <= capacity_tokens. Committed: published in the prefix tree, immutable.
-Computed: keys and values written, the live row advanced to exactly here. Capacity: page slots owned. Plain data: only
+Computed: keys and values written, the live row advanced to exactly here, or, while drafts are verified, to
+num_folded_tokens with the rest in its replay history. Capacity: page slots owned. Plain data: only
 the cache manager changes it.
 """
 
@@ -38,8 +39,10 @@ class SequenceCache:
     path: PageNode
     encoded: bytearray  # the known tokens, encoded as tree keys, as far as they were needed
     state_row: int | None = None
+    history_slot: int | None = None
     num_committed_tokens: int = 0
     num_computed_tokens: int = 0
+    num_folded_tokens: int = 0  # what the live row contains; the rest of the computed ones lies in the history slot
     capacity_tokens: int = 0
     num_pages: int = 0
     tail: PageNode | None = None
@@ -50,6 +53,10 @@ class SequenceCache:
     boundaries: tuple[Boundary, ...] = ()  # where the cache itself wants snapshots, beyond the match
     is_closed: bool = False
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(8, np.int32))
+
+    @property
+    def num_history_tokens(self) -> int:
+        return self.num_computed_tokens - self.num_folded_tokens
 
     @property
     def page_ids(self) -> npt.NDArray[np.int32]:

@@ -48,12 +48,26 @@ class StateSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HistorySpec:
+    """What a history slot keeps of `capacity` accepted tokens, in all layers with a state."""
+
+    capacity: int
+    parts: tuple[StatePart, ...]
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What the pools are made of. `kv` is None for attention-free models, `state` for models without recurrence."""
+    """What the pools are made of. `kv` is None for attention-free models, `state` for models without recurrence,
+    `history` where no drafts are verified or there is no state."""
 
     page_size: int
     kv: KVSpec | None
     state: StateSpec | None
+    history: HistorySpec | None = None
 
     @property
     def bytes_per_page(self) -> int:
@@ -62,3 +76,7 @@ class CacheSpec:
     @property
     def bytes_per_row(self) -> int:
         return self.state.bytes_per_row if self.state else 0
+
+    @property
+    def bytes_per_history_slot(self) -> int:
+        return self.history.bytes_per_slot if self.history else 0

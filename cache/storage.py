@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from turnkeep.cache.copies import PageCopy, RowCopy
-from turnkeep.cache.spec import CacheSpec
+from turnkeep.cache.spec import CacheSpec, StatePart
 from turnkeep.kernels.forward_batch import CacheTensors
 from turnkeep.kernels.row_copy import copy_page_slots, copy_rows
 
@@ -21,13 +21,23 @@ class CacheStorage:
 
     tensors.kv: one [2, num_pages, page_size, num_kv_heads, head_dim] per attention layer.
     tensors.states: part name -> one [num_state_rows, *part.shape] per recurrent layer.
+    tensors.histories: part name -> one [num_history_slots, *part.shape] per recurrent layer.
     """
 
     def __init__(
-        self, spec: CacheSpec, *, num_pages: int, num_state_rows: int, device: torch.device | str = "cpu"
+        self,
+        spec: CacheSpec,
+        *,
+        num_pages: int,
+        num_state_rows: int,
+        num_history_slots: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
+        self.history_capacity = spec.history.capacity if spec.history else 0
         self.tensors = CacheTensors(
-            kv=_allocate_pages(spec, num_pages, device), states=_allocate_rows(spec, num_state_rows, device)
+            kv=_allocate_pages(spec, num_pages, device),
+            states=_allocate_parts(spec.state.parts if spec.state else (), num_state_rows, device),
+            histories=_allocate_parts(spec.history.parts if spec.history else (), num_history_slots, device),
         )
         self._row_pools = [pool for pools in self.tensors.states.values() for pool in pools]
 
@@ -52,12 +62,12 @@ def _allocate_pages(spec: CacheSpec, num_pages: int, device: torch.device | str)
     return [_zeros(shape, dtype, device) for _ in range(spec.kv.num_layers)]
 
 
-def _allocate_rows(spec: CacheSpec, num_rows: int, device: torch.device | str) -> dict[str, list[torch.Tensor]]:
-    if spec.state is None:
-        return {}
+def _allocate_parts(
+    parts: Sequence[StatePart], length: int, device: torch.device | str
+) -> dict[str, list[torch.Tensor]]:
     return {
-        part.name: [_zeros((num_rows, *part.shape), getattr(torch, part.dtype), device) for _ in range(part.num_layers)]
-        for part in spec.state.parts
+        part.name: [_zeros((length, *part.shape), getattr(torch, part.dtype), device) for _ in range(part.num_layers)]
+        for part in parts
     }
 
 

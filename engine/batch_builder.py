@@ -8,26 +8,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from turnkeep.kernels.forward_batch import ForwardBatch, StateExport
+from turnkeep.kernels.draft_tree import DraftTrees
+from turnkeep.kernels.forward_batch import ForwardBatch, StateExport, TreeBatch
+from turnkeep.kernels.replay_history import HistorySpans, TreeTerms
 from turnkeep.scheduler.step_plan import StepItem
 
 Int64Array = npt.NDArray[np.int64]
 
 
 class BatchBuilder:
-    """`has_state`: the model has recurrent layers, so every item carries a state row."""
+    """`has_state`: there is a state, so every item carries a state row; history_capacity: tokens of a history slot."""
 
-    def __init__(self, page_size: int, *, has_state: bool, has_pages: bool) -> None:
+    def __init__(self, page_size: int, *, has_state: bool, has_pages: bool, history_capacity: int = 0) -> None:
         self._page_size = page_size
+        self._history_capacity = history_capacity
         self._has_state = has_state
         self._has_pages = has_pages
         self._single_cu_seqlens = torch.tensor([0, 1], dtype=torch.int64)
         self._single_index = torch.zeros(1, dtype=torch.int64)
 
     def build(self, items: Sequence[StepItem]) -> ForwardBatch:
-        """Pack the items in their order; those with one token and some context come first."""
-        if len(items) == 1 and len(items[0].token_ids) == 1 and items[0].start > 0 and not items[0].exports:
-            return self._single_decode(items[0])
+        """Pack the items in their order; those with one token and some context come first, trees after them."""
+        first = items[0]
+        if len(items) == 1 and _is_decode(first):
+            return self._single_decode(first)
         return self._packed(items)
 
     def _single_decode(self, item: StepItem) -> ForwardBatch:
@@ -57,20 +61,30 @@ class BatchBuilder:
 
     def _packed(self, items: Sequence[StepItem]) -> ForwardBatch:
         num_items = len(items)
-        lengths = np.fromiter((len(item.token_ids) for item in items), dtype=np.int64, count=num_items)
+        trees = _trees(items)
+        tokens = [item.token_ids if item.draft is None else [*item.token_ids, *item.draft.token_ids] for item in items]
+        lengths = np.fromiter((len(own) for own in tokens), dtype=np.int64, count=num_items)
         starts = np.fromiter((item.start for item in items), dtype=np.int64, count=num_items)
         ends = np.zeros(num_items + 1, dtype=np.int64)
         np.cumsum(lengths, out=ends[1:])
-        token_ids = np.fromiter(
-            (token for item in items for token in item.token_ids), dtype=np.int64, count=int(ends[-1])
-        )
+        token_ids = np.fromiter((token for own in tokens for token in own), dtype=np.int64, count=int(ends[-1]))
         owners = np.repeat(np.arange(num_items), lengths)  # [T]
         positions = np.arange(int(ends[-1]), dtype=np.int64) - ends[owners] + starts[owners]
+        num_decodes = _num_decodes(items)
+        nodes = slice(num_decodes, num_decodes + (len(trees.parents) if trees is not None else 0))
+        if trees is not None:
+            positions[nodes] = starts[owners[nodes]] + trees.depths
         page_table = self._page_table(items)
         slots = np.zeros(int(ends[-1]), dtype=np.int64)
         if self._has_pages:
             slots = page_table[owners, positions // self._page_size] * self._page_size + positions % self._page_size
-        wanted = [int(ends[index + 1]) - 1 for index, item in enumerate(items) if item.sampling is not None]
+            slots[nodes] = 0
+        wanted = np.flatnonzero([item.sampling is not None for item in items])
+        last = ends[wanted + 1] - 1
+        num_others = num_decodes + (trees.num_trees if trees is not None else 0)
+        logit_indices = np.concatenate(
+            (last[wanted < num_decodes], np.arange(nodes.start, nodes.stop), last[wanted >= num_others])
+        )
         rows = None
         if self._has_state:
             rows = torch.tensor([item.state_row for item in items], dtype=torch.int64)
@@ -79,7 +93,7 @@ class BatchBuilder:
             positions=torch.from_numpy(positions),
             seq_lens=tuple(lengths.tolist()),
             context_lens=tuple(starts.tolist()),
-            num_decodes=_num_decodes(items),
+            num_decodes=num_decodes,
             cu_seqlens=torch.from_numpy(ends),
             kv_lens=torch.from_numpy(starts + lengths),
             page_table=torch.from_numpy(page_table),
@@ -90,8 +104,16 @@ class BatchBuilder:
                 for index, item in enumerate(items)
                 for position, row in item.exports
             ),
-            logit_indices=torch.tensor(wanted, dtype=torch.int64),
+            logit_indices=torch.from_numpy(logit_indices),
+            trees=None if trees is None else TreeBatch(trees, self._history(items), TreeTerms()),
         )
+
+    def _history(self, items: Sequence[StepItem]) -> HistorySpans | None:
+        if not self._has_state:
+            return None
+        replays = [item.replay for item in items if item.replay is not None]
+        slots, lens = [replay.slot for replay in replays], [replay.num_tokens for replay in replays]
+        return HistorySpans(slots, lens, self._history_capacity)
 
     def _page_table(self, items: Sequence[StepItem]) -> Int64Array:
         width = max(1, max(len(item.page_ids) for item in items))
@@ -101,10 +123,27 @@ class BatchBuilder:
         return table
 
 
+def _is_decode(item: StepItem) -> bool:
+    return len(item.token_ids) == 1 and item.start > 0 and not item.exports and item.replay is None
+
+
 def _num_decodes(items: Sequence[StepItem]) -> int:
     count = 0
     for item in items:
-        if len(item.token_ids) != 1 or item.start == 0 or item.exports:
+        if not _is_decode(item):
             break
         count += 1
     return count
+
+
+def _trees(items: Sequence[StepItem]) -> DraftTrees | None:
+    """The trees of a step, each an item's token with its draft below it."""
+    num_nodes: list[int] = []
+    parents: list[int] = []
+    for item in items:
+        if item.replay is not None:
+            own = item.draft.parents if item.draft is not None else ()
+            num_nodes.append(1 + len(own))
+            parents.append(-1)
+            parents += [parent + 1 for parent in own]
+    return DraftTrees(num_nodes, parents) if num_nodes else None

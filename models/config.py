@@ -264,7 +264,7 @@ class ModelConfig:
 
     def draft_part(self, dtype: str = "float32") -> StatePartShape:
         """What a state row holds for the draft head: the last hidden state, which its next entry is made of."""
-        return StatePartShape("draft_hidden", 1, (self.hidden_size,), dtype)
+        return StatePartShape("draft_hidden", 1, (self.hidden_size, 1), dtype)
 
     def state_parts(self, dtype: str = "float32") -> tuple[StatePartShape, ...]:
         """What one state row holds, in elements of `dtype`; empty without recurrent layers.
@@ -288,14 +288,17 @@ class ModelConfig:
             StatePartShape("ssm", num_layers, (mamba2.num_heads, mamba2.head_dim, mamba2.state_size), dtype),
         )
 
-    def history_parts(self, capacity: int, dtype: str, state_dtype: str = "float32") -> tuple[StatePartShape, ...]:
+    def history_parts(
+        self, capacity: int, dtype: str, state_dtype: str = "float32", *, has_draft_head: bool = False
+    ) -> tuple[StatePartShape, ...]:
         """What one history slot of `capacity` tokens holds: the raw inputs of the convolutions in `state_dtype`, what
         the convolution made of them in the weights' `dtype`, and float32 for what would stay in the state rounded.
         """
+        windows = [part for part in self.state_parts(state_dtype) if part.name == "conv"]
+        windows += [self.draft_part(state_dtype)] if has_draft_head else []
         parts = [
-            StatePartShape("conv", part.num_layers, (capacity + part.shape[1], part.shape[0]), state_dtype)
-            for part in self.state_parts(state_dtype)
-            if part.name == "conv"
+            StatePartShape(part.name, part.num_layers, (capacity + part.shape[1], part.shape[0]), state_dtype)
+            for part in windows
         ]
         num_layers = self.num_recurrent_layers
         if self.gated_delta is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turnkeep.scheduler.drafts import TreeGrant
+
 
 @dataclass(slots=True, frozen=True)
 class SchedulerConfig:
@@ -18,6 +20,8 @@ class SchedulerConfig:
     max_candidates: int = 8  # waiting requests that one admission round looks past
     min_shared_tokens: int = 32  # a shared prefix shorter than this is computed twice rather than waited for
     max_prefix_waits: int = 2  # requests that one request may wait for in turn
+    tree_grant: TreeGrant | None = None  # what drafts may be proposed for a step; None: none
+    drafts_from_tokens: bool = False  # the drafter looks at the tokens of a request, so it is told those reused
     max_turn_handles: int = 4096  # finished requests whose end of turn may still be announced
 
     def __post_init__(self) -> None:

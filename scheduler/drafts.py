@@ -6,6 +6,7 @@ which path of it is what it would have said itself. No tensors here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -34,6 +35,11 @@ class DraftTree:
     def num_nodes(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def depth(self) -> int:
+        """Levels below the root: as many tokens can be accepted."""
+        return max(self.depths(), default=0)
+
     def depths(self) -> list[int]:
         """Levels below the root of each node; its children have 1."""
         depths: list[int] = []
@@ -46,3 +52,20 @@ class DraftTree:
         if num_nodes >= self.num_nodes:
             return self
         return DraftTree(self.token_ids[:num_nodes], self.parents[:num_nodes], self.probabilities[:num_nodes])
+
+    def within_depth(self, max_depth: int) -> DraftTree | None:
+        """The tree of the nodes at most so many levels below the root; None when that is none."""
+        depths = self.depths()
+        if max(depths, default=0) <= max_depth:
+            return self if depths else None
+        kept = [node for node, depth in enumerate(depths) if depth <= max_depth]
+        return self.picked(kept) if kept else None
+
+    def picked(self, nodes: Sequence[int]) -> DraftTree:
+        """The tree of some nodes, ascending, each with its parent among them."""
+        places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
+        return DraftTree(
+            tuple(self.token_ids[node] for node in nodes),
+            tuple(places[self.parents[node]] for node in nodes),
+            tuple(self.probabilities[node] for node in nodes),
+        )

@@ -16,6 +16,7 @@ from turnkeep.cache.boundary import Boundary
 
 if TYPE_CHECKING:
     from turnkeep.cache.sequence_cache import SequenceCache
+    from turnkeep.scheduler.drafts import DraftTree
 
 FinishReason = Literal["stop", "length", "abort", "refused", "error"]
 RequestStatus = Literal["waiting", "running", "suspended", "finished"]
@@ -64,6 +65,8 @@ class Request:
     arrival_number: int = 0  # given by the scheduler; orders requests of equal priority
     status: RequestStatus = "waiting"
     cache: SequenceCache | None = None
+    draft: DraftTree | None = None  # what may follow its last token, for the next step
+    is_just_opened: bool = False  # no step has computed anything of it since its cache was opened
     num_cached_tokens: int = 0  # reused at first admission
     num_matched_tokens: int = 0  # what the attention pages alone matched at first admission
     num_suspensions: int = 0
@@ -91,3 +94,16 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Runs, and all its known tokens but the last, which was sampled, are computed."""
+        if self.cache is None:
+            return False
+        computed = self.cache.num_computed_tokens
+        return computed >= self.num_prompt_tokens and len(self.token_ids) - computed == 1
+
+    @property
+    def num_useful_nodes(self) -> int:
+        """Tokens that a draft may add to the coming one: those after the last that may be generated are of no use."""
+        return self.sampling.max_new_tokens - 1 - self.num_output_tokens

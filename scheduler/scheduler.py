@@ -63,7 +63,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._fair_order = FairOrder()
         self._admission = Admission(cache, config, self._waiting)
-        self._planner = StepPlanner(cache, config.max_step_tokens)
+        self._planner = StepPlanner(cache, config.max_step_tokens, drafts_from_tokens=config.drafts_from_tokens)
         self._events: list[SchedulerEvent] = []
         self._turn_handles: OrderedDict[str, TurnHandle] = OrderedDict()
         self._stats = SchedulerStats()
@@ -158,6 +158,9 @@ class Scheduler:
             self._admit()
         if not self._running:
             return None
+        for request in self._running:
+            if request.draft is not None:
+                request.draft = request.draft.within_depth(request.num_useful_nodes)
         stuck = self._planner.make_room(self._running, self._suspend)
         if stuck is not None:
             self._leave(stuck, commit=True)
@@ -166,7 +169,13 @@ class Scheduler:
         items = self._planner.plan_items(self._running)
         page_copies, row_copies = self._cache.drain_copies()
         self._planned_s = self._clock()
-        return StepPlan(page_copies=page_copies, row_copies=row_copies, items=items)
+        return StepPlan(
+            page_copies=page_copies,
+            row_copies=row_copies,
+            items=items,
+            folds=self._cache.drain_folds(),
+            tree_grant=self._config.tree_grant,
+        )
 
     def apply(self, plan: StepPlan, output: StepOutput) -> None:
         """Take over what a step has computed: advance, publish, append tokens, finish."""
@@ -182,7 +191,10 @@ class Scheduler:
             # A token that a draft had right was computed with the one before it, the last of a step never is.
             num_tokens = len(item.token_ids) + max(len(tokens) - 1, 0)
             stats.num_computed_tokens += num_tokens
-            self._cache.advance(request.cache, num_tokens)
+            in_history = item.replay is not None and self._cache.has_history
+            self._cache.advance(request.cache, num_tokens, in_history=in_history)
+            request.draft = output.drafts.get(item.request_id)
+            request.is_just_opened = False
             if item.start < request.num_prompt_tokens or len(item.token_ids) > 1:
                 self._publish(request, item)
             else:
@@ -208,6 +220,7 @@ class Scheduler:
                 request.status = "suspended"
                 self._waiting.add(request)
         self._opened_since_step.clear()
+        self._cache.distrust({fold.target for fold in plan.folds})
 
     def drain_events(self) -> list[SchedulerEvent]:
         """Events since the last call, in order."""
@@ -232,15 +245,15 @@ class Scheduler:
     def _measure(self, plan: StepPlan) -> None:
         """What the step cost, for those who weigh what to keep."""
         if self._cost is not None:
-            num_tokens = sum(len(item.token_ids) for item in plan.items)
             pairs = sum(num_pairs(item.start, item.start + len(item.token_ids)) for item in plan.items)
-            self._cost.measured(num_tokens, pairs, self._clock() - self._planned_s)
+            self._cost.measured(plan.num_tokens, pairs, self._clock() - self._planned_s)
 
     def _admit(self) -> None:
         self._may_admit = False
         for request in self._admission.admit(self._running):
             request.status = "running"
             request.num_bypassed = 0
+            request.is_just_opened = True
             insort(self._running, request, key=lambda one: one.rank)
             self._opened_since_step.append(request)
             if request.admitted_s is None:
@@ -321,6 +334,7 @@ class Scheduler:
         assert request.cache is not None
         self._cache.suspend(request.cache, request.token_ids)
         request.cache = None
+        request.draft = None
         self._running.remove(request)
         request.status = "suspended"
         request.num_suspensions += 1
@@ -334,6 +348,7 @@ class Scheduler:
                 self._cache.commit(request.cache, request.token_ids)
             self._cache.close(request.cache)
             request.cache = None
+            request.draft = None
             self._running.remove(request)
         elif request.status in ("waiting", "suspended"):
             self._waiting.remove(request)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from turnkeep.scheduler.request import Request, SamplingParams
-from turnkeep.scheduler.step_plan import SamplingHistory, StepItem
+from turnkeep.scheduler.step_plan import Replay, SamplingHistory, StepItem
 
 if TYPE_CHECKING:
     from turnkeep.cache.cache_manager import CacheManager
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 class StepPlanner:
     """Turns the running requests into the items of one step."""
 
-    def __init__(self, cache: CacheManager, max_step_tokens: int) -> None:
+    def __init__(self, cache: CacheManager, max_step_tokens: int, *, drafts_from_tokens: bool = False) -> None:
         self._cache = cache
         self._max_step_tokens = max_step_tokens
+        self._drafts_from_tokens = drafts_from_tokens
 
     def make_room(self, running: list[Request], suspend: Callable[[Request], None]) -> Request | None:
-        """Give each running request pages for its next token, suspending the youngest where there are none.
+        """Give each running request pages for its next token, suspending the youngest where there are none. A draft
+        for whose accepted tokens there are none is let go.
 
         `running` is in order of service and `suspend` removes a request from it. Returns the oldest request when not
         even suspending all others gives it a page: admission keeps that from happening.
@@ -35,6 +37,8 @@ class StepPlanner:
             sequence = request.cache
             assert sequence is not None
             needed = sequence.num_computed_tokens + 1
+            if request.draft is not None and not self._cache.grow(sequence, needed + request.draft.depth):
+                request.draft = None
             while needed > sequence.capacity_tokens and not self._cache.grow(sequence, needed):
                 if len(running) == 1:
                     return request
@@ -48,20 +52,24 @@ class StepPlanner:
     def plan_items(self, running: list[Request]) -> tuple[StepItem, ...]:
         """Items for `running` (in order of service), which all have pages for their known tokens.
 
-        Every request that decodes gets its token; what is left of the budget, and one token in any case, goes to
-        the requests that have more to compute, oldest first.
+        Every request that decodes gets its token: in its live row where no request of the step has a draft, else as
+        the root of a tree, so that all are verified by replay. What is left of the budget, and one token in any case,
+        goes to the requests that have more to compute, oldest first.
         """
         items: list[StepItem] = []
+        trees: list[StepItem] = []
         prefills: list[Request] = []
+        has_trees = any(request.draft is not None for request in running)
         for request in running:
-            sequence = request.cache
-            assert sequence is not None
-            start = sequence.num_computed_tokens
-            if start >= request.num_prompt_tokens and len(request.token_ids) - start == 1:
-                items.append(self._item(request, start, start + 1, ()))
-            else:
+            if not request.is_decoding:
                 prefills.append(request)
-        budget = max(self._max_step_tokens - len(items), 1)
+            elif has_trees:
+                trees.append(self._tree_item(request))
+            else:
+                computed = len(request.token_ids) - 1
+                items.append(self._item(request, computed, computed + 1, ()))
+        num_nodes = sum(item.draft.num_nodes + 1 if item.draft else 1 for item in trees)
+        budget = max(self._max_step_tokens - len(items) - num_nodes, 1)
         chunks: list[StepItem] = []
         for request in prefills:
             if budget <= 0:
@@ -75,7 +83,15 @@ class StepPlanner:
             # One token after some context is computed like a decode, except where its state is exported.
             (items if end - start == 1 and start > 0 and not exports else chunks).append(item)
             budget -= end - start
-        return (*items, *chunks)
+        return (*items, *trees, *chunks)
+
+    def _tree_item(self, request: Request) -> StepItem:
+        sequence, draft = request.cache, request.draft
+        assert sequence is not None
+        num_tokens = 1 + (draft.depth if draft is not None else 0)
+        replay = Replay(*self._cache.history_room(sequence, num_tokens)) if self._cache.has_history else Replay(0, 0)
+        start = sequence.num_computed_tokens
+        return self._item(request, start, start + 1, (), replay)
 
     def _exports(self, request: Request, start: int, end: int) -> tuple[tuple[int, int], ...]:
         if not self._cache.has_state:
@@ -92,20 +108,35 @@ class StepPlanner:
                     exports.append((position, row))
         return tuple(exports)
 
-    def _item(self, request: Request, start: int, end: int, exports: tuple[tuple[int, int], ...]) -> StepItem:
+    def _item(
+        self,
+        request: Request,
+        start: int,
+        end: int,
+        exports: tuple[tuple[int, int], ...],
+        replay: Replay | None = None,
+    ) -> StepItem:
+        """Without a replay the step goes on from the live row, which must then have everything computed."""
         sequence = request.cache
         assert sequence is not None
+        draft = request.draft if replay is not None else None
+        if replay is None and self._cache.has_history:
+            self._cache.fold(sequence)
         is_last = end == len(request.token_ids)
+        wants_context = self._drafts_from_tokens and request.is_just_opened
         return StepItem(
             request_id=request.request_id,
             token_ids=request.token_ids[start:end],
             start=start,
-            page_ids=sequence.page_ids[: self._cache.pages_for(end)],
+            page_ids=sequence.page_ids[: self._cache.pages_for(end + (draft.depth if draft is not None else 0))],
             state_row=sequence.state_row,
             exports=exports,
             sampling=request.sampling if is_last else None,
             num_output_tokens=request.num_output_tokens,
             history=_history(request) if is_last and _needs_history(request.sampling) else None,
+            replay=replay,
+            draft=draft,
+            context_ids=tuple(request.token_ids[:start]) if wants_context else None,
         )
 
 

@@ -27,12 +27,11 @@ class DraftRequest:
     token_ids: Sequence[int]  # what was computed: a part of the prompt, or the root and what was accepted
     start: int
     next_token: int | None  # sampled after them; None: the prompt goes on, nothing is to be proposed
-    hidden: torch.Tensor | None  # [len(token_ids), hidden_size] of the target; None where the drafter wants none
-    previous_hidden: torch.Tensor | None  # [hidden_size] of token start - 1; zeros at the start of a sequence
-    page_ids: npt.NDArray[np.int32]  # pages that cover at least the computed tokens and the next one
+    hidden: torch.Tensor | None  # [len(token_ids), hidden_size], normed, of the target; None where none is wanted
+    previous_hidden: torch.Tensor | None  # [hidden_size], normed, of token start - 1; zeros at the start of a sequence
+    page_ids: npt.NDArray[np.int32]  # pages that cover at least the computed tokens
     sampling: SamplingParams | None  # with the noise that the target will use; None like next_token
-    output_ids: Sequence[int] = ()  # everything generated so far, next_token included, where the drafter wants it
-    prompt_ids: Sequence[int] = ()
+    context_ids: Sequence[int] | None = None  # tokens before `start`, with the first step of a request that was opened
 
 
 class Drafter(Protocol):

@@ -15,6 +15,7 @@ from turnkeep.engine.batch_builder import BatchBuilder
 from turnkeep.engine.factory import CACHED_MODEL_BYTES, decode_threads
 from turnkeep.engine.runner import ModelRunner
 from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch, StateExport
+from turnkeep.kernels.replay_history import HistoryFolds
 from turnkeep.scheduler.request import SamplingParams
 from turnkeep.scheduler.step_plan import SamplingHistory, StepItem, StepPlan
 
@@ -106,10 +107,19 @@ class FixedLogits:
     """A model that gives the same logits whatever it is asked."""
 
     def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
+        self.fixed = logits
 
-    def __call__(self, batch: ForwardBatch, cache: CacheTensors) -> torch.Tensor:
-        return self.logits[: len(batch.logit_indices)]
+    def hidden(self, batch: ForwardBatch, cache: CacheTensors) -> torch.Tensor:
+        return torch.zeros(len(batch.token_ids), 1)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.fixed[: len(normed)]
+
+    def fold(self, folds: HistoryFolds, cache: CacheTensors) -> None:
+        raise AssertionError("nothing is to be folded")
 
 
 def run(logits: list[list[float]], *items: StepItem) -> tuple[dict[str, int], dict[str, str]]:
@@ -166,15 +176,16 @@ def test_noise_is_keyed_by_the_position_of_the_sampled_token() -> None:
     assert any(other != decode for other in later)
 
 
-class ThreadCounter:
+class ThreadCounter(FixedLogits):
     """A model that notes how many threads it was given."""
 
     def __init__(self) -> None:
+        super().__init__(torch.zeros(9, 3))
         self.seen: list[int] = []
 
-    def __call__(self, batch: ForwardBatch, cache: CacheTensors) -> torch.Tensor:
+    def hidden(self, batch: ForwardBatch, cache: CacheTensors) -> torch.Tensor:
         self.seen.append(torch.get_num_threads())
-        return torch.zeros(len(batch.logit_indices), 3)
+        return super().hidden(batch, cache)
 
 
 def test_steps_that_only_decode_take_threads_of_their_own() -> None:

@@ -106,7 +106,7 @@ def test_a_draft_head_has_layers_in_the_pages_and_a_part_of_the_row() -> None:
     assert speculating.kv is not None
     assert speculating.kv.num_layers == plain.kv.num_layers + 1
     assert speculating.state is not None
-    assert (speculating.state.parts[-1].name, speculating.state.parts[-1].shape) == ("draft_hidden", (48,))
+    assert (speculating.state.parts[-1].name, speculating.state.parts[-1].shape) == ("draft_hidden", (48, 1))
     assert speculating.bytes_per_row == plain.bytes_per_row + 48 * 4
 
 

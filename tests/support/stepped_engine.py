@@ -14,9 +14,9 @@ from turnkeep.cache.config import CacheConfig
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.factory import build_engine
 from turnkeep.engine.messages import Admitted, EndTurn, Finished, FromEngine, Submit, Tokens
-from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch
+from turnkeep.engine.token_choice import ChosenTokens
 from turnkeep.scheduler.request import SamplingParams
-from turnkeep.scheduler.step_plan import StepOutput, StepPlan
+from turnkeep.scheduler.step_plan import StepItem
 
 
 @dataclass
@@ -43,22 +43,20 @@ class SteppedEngine:
         self._record_logits()
 
     def _record_logits(self) -> None:
-        runner: Any = self.loop._runner
-        model, run = runner._model, runner.run
-        sampled: list[str] = []
+        choice: Any = self.loop._runner._choice  # type: ignore[attr-defined]
+        choose = choice.choose
 
-        def recording_run(plan: StepPlan) -> StepOutput:
-            sampled[:] = [item.request_id for item in plan.items if item.sampling is not None]
-            output: StepOutput = run(plan)
-            return output
+        def recording_choose(items: Sequence[StepItem], logits: torch.Tensor) -> ChosenTokens:
+            chosen: ChosenTokens = choose(items, logits)
+            start = 0
+            for item in items:
+                nodes = [0, *(node + 1 for node in chosen.accepted.get(item.request_id, ()))]
+                self.logits.setdefault(item.request_id, []).extend(logits[start + node].clone() for node in nodes)
+                start += 1 + (item.draft.num_nodes if item.draft is not None else 0)
+            assert start == len(logits)
+            return chosen
 
-        def recording_model(batch: ForwardBatch, cache: CacheTensors) -> torch.Tensor:
-            logits: torch.Tensor = model(batch, cache)
-            for request_id, row in zip(sampled, logits, strict=True):
-                self.logits.setdefault(request_id, []).append(row.clone())
-            return logits
-
-        runner.run, runner._model = recording_run, recording_model
+        choice.choose = recording_choose
 
     def run(
         self,

@@ -1,0 +1,71 @@
+"""The target's last hidden states where a draft head wants them: of every token of a step, and of the one before it.
+
+The one before lies in the state row, or in the history while the row is behind, like the window of a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch
+from turnkeep.scheduler.step_plan import StepItem
+
+PART = "draft_hidden"
+
+
+class HiddenStates:
+    """Over the pools of one engine that has a draft head."""
+
+    def __init__(self, tensors: CacheTensors) -> None:
+        (self._rows,) = tensors.states[PART]  # [rows, hidden_size, 1]
+        (self._history,) = tensors.histories[PART]  # [slots, 1 + capacity, hidden_size]
+
+    def previous(self, items: Sequence[StepItem]) -> list[torch.Tensor | None]:
+        """[hidden_size] of the token before each item; None at the start of a sequence. To be read before `store`."""
+        found: list[torch.Tensor | None] = []
+        for item in items:
+            if item.start == 0:
+                found.append(None)
+            elif item.replay is not None:
+                found.append(self._history[item.replay.slot, item.replay.num_tokens])
+            else:
+                found.append(self._rows[item.state_row, :, 0].clone())
+        return found
+
+    def store(self, items: Sequence[StepItem], batch: ForwardBatch, normed: torch.Tensor) -> None:
+        """Keep those of the last tokens, and of exported positions: normed [T, hidden_size] of the step. What trees
+        accept is added to their histories with their other terms."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        start = 0
+        for item, length in zip(items, batch.seq_lens, strict=True):
+            if item.replay is None:
+                assert item.state_row is not None
+                for position, row in (*item.exports, (item.start + length, item.state_row)):
+                    rows.append(row)
+                    tokens.append(start + position - item.start - 1)
+            start += length
+        if rows:
+            found = normed.index_select(0, torch.tensor(tokens, dtype=torch.int64))
+            self._rows[:, :, 0].index_copy_(0, torch.tensor(rows, dtype=torch.int64), found.to(self._rows.dtype))
+        if batch.trees is not None:
+            first = batch.num_decodes
+            batch.trees.terms.keep(self._history, normed[first : first + batch.num_tree_nodes])
+
+    @staticmethod
+    def of_items(
+        items: Sequence[StepItem], batch: ForwardBatch, normed: torch.Tensor, accepted: Mapping[str, Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """[m, hidden_size] for what the step computed of each item: its tokens, and what is accepted of its draft."""
+        found: list[torch.Tensor] = []
+        start = 0
+        for item, length in zip(items, batch.seq_lens, strict=True):
+            own = normed[start : start + length]
+            if item.replay is not None:
+                nodes = [0, *(node + 1 for node in accepted.get(item.request_id, ()))]
+                own = own[: len(nodes)] if nodes == list(range(len(nodes))) else own[nodes]
+            found.append(own)
+            start += length
+        return found
