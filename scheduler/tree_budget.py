@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from turnkeep.scheduler.acceptance import AcceptanceStatistics, Float64Array, ProposedNodes
 from turnkeep.scheduler.cost_model import DraftLoad, StepCost, StepLoad
@@ -119,8 +118,9 @@ class TreeBudget:
             self._choose_number(choice, requests, paths[order])
             is_kept = np.zeros(len(paths), dtype=bool)
             is_kept[order[: choice.num_granted]] = True
-            for number, (place, draft) in enumerate(drafting):
-                chosen[place] = _part(draft, is_kept[nodes.starts[number] : nodes.starts[number + 1]])
+            kept = is_kept.tolist()
+            for start, (place, draft) in zip(nodes.starts, drafting, strict=False):
+                chosen[place] = _part(draft, kept[start : start + draft.num_nodes])
             self._outlook.saw(len(requests), nodes.depths, paths)
         self._count(choice)
         if log.isEnabledFor(logging.DEBUG):
@@ -242,17 +242,17 @@ def _draft_load(load: StepLoad, output: StepOutput) -> DraftLoad:
     )
 
 
-def _part(draft: DraftTree, is_kept: npt.NDArray[np.bool_]) -> DraftTree | None:
+def _part(draft: DraftTree, is_kept: list[bool]) -> DraftTree | None:
     """The kept nodes, among which every one but a child of the root has its parent."""
-    number = int(is_kept.sum())
+    number = sum(is_kept)
     if number == draft.num_nodes:
         return draft
     if number == 0:
         return None
-    if bool(is_kept[:number].all()):
+    if all(is_kept[:number]):
         return draft.first(number)
-    places = (np.cumsum(is_kept) - 1).tolist()
-    kept = np.flatnonzero(is_kept).tolist()
+    kept = [node for node, is_own in enumerate(is_kept) if is_own]
+    places = {node: place for place, node in enumerate(kept)}
     return DraftTree(
         tuple(draft.token_ids[node] for node in kept),
         tuple(places[draft.parents[node]] if draft.parents[node] >= 0 else -1 for node in kept),
