@@ -99,14 +99,18 @@ class Decoder(nn.Module):
             rotary=None if frequencies is None else rotary_cos_sin(positions, frequencies),
             sliding_rotary=None if sliding is None else rotary_cos_sin(positions, sliding),
         )
-        residual = functional.embedding(batch.token_ids, self.embedding)
-        if config.multipliers.embedding != 1.0:
-            residual = residual * config.multipliers.embedding
+        residual = self.embed(batch.token_ids)
         if config.residual_in_fp32:
             residual = residual.float()
         for layer in self.layers:
             residual = layer(residual, step)
         return residual
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """What the first layer is given for tokens [T]: [T, hidden_size] in the model dtype."""
+        embedded = functional.embedding(token_ids, self.embedding)
+        factor = self.config.multipliers.embedding
+        return embedded if factor == 1.0 else embedded * factor
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,199 @@
+"""Drafts of a draft head: after every step it takes over what the target computed, and grows the next trees.
+
+Owns neither weights nor pages: the head's entries lie in the engine's, as `drafter.py` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from turnkeep.engine.speculation.child_choice import ChildChoice
+from turnkeep.engine.speculation.drafter import DraftRequest
+from turnkeep.engine.speculation.tree_growth import TreeGrowth
+from turnkeep.models.decoder import Decoder
+from turnkeep.models.draft_heads.draft_head import DraftAttention, DraftHead
+from turnkeep.models.draft_heads.growing_entries import GrowingEntries
+from turnkeep.models.draft_heads.paged_entries import FIRST_ENTRY, PagedEntries
+from turnkeep.scheduler.drafts import DraftTree, TreeGrant
+from turnkeep.scheduler.request import SamplingParams
+
+# Computed tokens are taken over in the first pass of a growth, where all requests are padded to the longest of them;
+# longer runs (prompts) have a pass of their own before.
+MAX_PENDING = 16
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Tokens whose entries are not in the pages yet: [start, start + len(token_ids)), with the hidden state before
+    each [len(token_ids), hidden_size]; then, where a tree grows, the root."""
+
+    token_ids: list[int]
+    start: int
+    hidden: torch.Tensor
+    page_ids: npt.NDArray[np.int32]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+class HeadDrafter:
+    """Trees of one model's draft head. `kv`: the pools of the head's attention layers, behind those of the model."""
+
+    needs_hidden = True
+
+    def __init__(self, decoder: Decoder, head: DraftHead, kv: Sequence[torch.Tensor], page_size: int) -> None:
+        self._decoder = decoder
+        self._head = head
+        self._kv = kv
+        self._page_size = page_size
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:
+        """See `Drafter.propose`."""
+        may_grow = min(grant.num_nodes, grant.max_nodes_per_request, grant.max_depth, grant.max_children) > 0
+        staying: list[_Pending] = []
+        growing: list[int] = []
+        pending: list[_Pending] = []
+        for index, request in enumerate(requests):
+            own = _pending(request)
+            grows = may_grow and request.next_token is not None
+            if not grows or len(own.token_ids) > MAX_PENDING:
+                staying.append(own)
+                own = _Pending([], own.end, own.hidden[:0], own.page_ids)
+            if grows:
+                growing.append(index)
+                pending.append(own)
+        self._take_over([own for own in staying if own.token_ids])
+        trees: list[DraftTree | None] = [None] * len(requests)
+        if growing:
+            grown = self._grow([requests[index] for index in growing], pending, grant)
+            for index, tree in zip(growing, grown, strict=True):
+                trees[index] = tree
+        return trees
+
+    def _take_over(self, pending: list[_Pending]) -> None:
+        """Put the entries of computed tokens into their pages."""
+        if not pending:
+            return
+        pending = sorted(pending, key=lambda own: len(own.token_ids) != 1)  # single ones first
+        seq_lens = [len(own.token_ids) for own in pending]
+        positions = np.concatenate([np.arange(own.start, own.end) for own in pending])
+        table = _page_table([own.page_ids for own in pending])
+        attention = PagedEntries(
+            kv=self._kv,
+            page_table=torch.from_numpy(table),
+            seq_lens=seq_lens,
+            context_lens=[own.start for own in pending],
+            num_decodes=seq_lens.count(1),
+            slot_mapping=torch.from_numpy(self._slots(table, np.repeat(np.arange(len(pending)), seq_lens), positions)),
+        )
+        token_ids = np.array([token for own in pending for token in own.token_ids], dtype=np.int64)
+        self._pass(token_ids, torch.cat([own.hidden for own in pending]), positions, attention)
+
+    def _grow(self, requests: list[DraftRequest], pending: list[_Pending], grant: TreeGrant) -> list[DraftTree | None]:
+        width = max(len(own.token_ids) for own in pending) + 1
+        table = _page_table([own.page_ids for own in pending])
+        roots = np.array([own.end for own in pending], dtype=np.int64)
+        frontier_width = min(grant.max_children, grant.max_nodes_per_request)
+        entries = GrowingEntries(
+            self._kv,
+            torch.from_numpy(table),
+            [own.start for own in pending],
+            width + (grant.max_depth - 1) * frontier_width,
+            self._head.dtype,
+        )
+        hidden = self._root_pass(requests, pending, table, entries, width)
+        choice = ChildChoice([_sampling(request) for request in requests], grant.max_children)
+        growth = TreeGrowth(len(requests), grant)
+        for depth in range(1, grant.max_depth + 1):
+            logits = self._decoder.logits(hidden).view(len(requests), -1, self._decoder.config.vocab_size)
+            growth.add(*choice.children(logits, roots + depth))
+            frontier = growth.frontier() if depth < grant.max_depth else None
+            if frontier is None:
+                break
+            parents = frontier.rows + np.arange(len(requests))[:, None] * logits.shape[1]
+            parents_index = torch.from_numpy(parents.ravel())
+            entries.descend(parents_index, parents.shape[1])
+            positions = np.repeat(roots + depth, parents.shape[1])
+            before = hidden.index_select(0, parents_index)
+            hidden = self._pass(frontier.token_ids.ravel(), before, positions, entries)
+            entries.end()
+        return growth.trees()
+
+    def _root_pass(
+        self,
+        requests: list[DraftRequest],
+        pending: list[_Pending],
+        table: Int64Array,
+        entries: GrowingEntries,
+        width: int,
+    ) -> torch.Tensor:
+        """The pending tokens and the root of every request, padded at the end: hidden states [R, hidden_size] after
+        the roots."""
+        num_requests = len(requests)
+        token_ids = np.zeros((num_requests, width), dtype=np.int64)
+        lens = np.array([len(own.token_ids) for own in pending])
+        rows: list[torch.Tensor] = []
+        for own, request, row in zip(pending, requests, token_ids, strict=True):
+            assert request.hidden is not None
+            row[: len(own.token_ids)] = own.token_ids
+            row[len(own.token_ids)] = request.next_token
+            known = torch.cat((own.hidden, request.hidden[-1:]))
+            rows.append(known if len(known) == width else functional.pad(known, (0, 0, 0, width - len(known))))
+        starts = np.array([own.start for own in pending])
+        positions = starts[:, None] + np.arange(width)
+        owners, offsets = np.nonzero(np.arange(width) < lens[:, None])  # of what stays
+        staying = None
+        if len(owners):
+            slots = self._slots(table, owners, starts[owners] + offsets)
+            staying = (torch.from_numpy(owners * width + offsets), torch.from_numpy(slots))
+        entries.begin(width, staying)
+        hidden = self._pass(token_ids.ravel(), torch.cat(rows), positions.ravel(), entries)
+        root_rows = torch.from_numpy(np.arange(num_requests) * width + lens)
+        entries.end(root_rows)
+        return hidden.index_select(0, root_rows)
+
+    def _pass(
+        self, token_ids: Int64Array, hidden: torch.Tensor, positions: Int64Array, attention: DraftAttention
+    ) -> torch.Tensor:
+        embedded = self._decoder.embed(torch.from_numpy(token_ids))
+        after: torch.Tensor = self._head(embedded, hidden, torch.from_numpy(positions), attention)
+        return after
+
+    def _slots(self, table: Int64Array, owners: Int64Array, positions: Int64Array) -> Int64Array:
+        slots: Int64Array = table[owners, positions // self._page_size] * self._page_size + positions % self._page_size
+        return slots
+
+
+def _pending(request: DraftRequest) -> _Pending:
+    """What a step computed of a request, as pairs; the first token of a sequence has none."""
+    hidden, previous = request.hidden, request.previous_hidden
+    if hidden is None:
+        raise ValueError(f"request {request.request_id}: a draft head needs the hidden states of the step")
+    if request.start < FIRST_ENTRY:
+        return _Pending(list(request.token_ids[1:]), FIRST_ENTRY, hidden[:-1], request.page_ids)
+    if previous is None:
+        raise ValueError(f"request {request.request_id}: a draft head needs the hidden state before the step")
+    before = torch.cat((previous[None].to(hidden.dtype), hidden[:-1]))
+    return _Pending(list(request.token_ids), request.start, before, request.page_ids)
+
+
+def _sampling(request: DraftRequest) -> SamplingParams:
+    assert request.sampling is not None
+    return request.sampling
+
+
+def _page_table(page_ids: Sequence[npt.NDArray[np.int32]]) -> Int64Array:
+    table = np.zeros((len(page_ids), max(1, *(len(own) for own in page_ids))), dtype=np.int64)
+    for row, own in zip(table, page_ids, strict=True):
+        row[: len(own)] = own
+    return table
