@@ -50,8 +50,7 @@ class ChildChoice:
         num_children = min(self._num_children, logits.shape[2])
         if not self._is_noisy:
             values, ids = logits.topk(num_children, dim=-1)
-            edges = values - logits.logsumexp(-1, keepdim=True)
-            return ids.cpu().numpy(), edges.cpu().numpy()
+            return ids.cpu().numpy(), (values - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
         scaled = logits * self._inverse_temperatures.to(logits.device)
         best, best_ids = scaled.topk(min(NUM_CANDIDATES, logits.shape[2]), dim=-1)
         scores: Floats = (best - scaled.logsumexp(-1, keepdim=True)).cpu().numpy()  # [R, F, C]

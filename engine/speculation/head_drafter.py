@@ -145,6 +145,7 @@ class HeadDrafter:
         rows: list[torch.Tensor] = []
         for own, request, row in zip(pending, requests, token_ids, strict=True):
             assert request.hidden is not None
+            assert request.next_token is not None
             row[: len(own.token_ids)] = own.token_ids
             row[len(own.token_ids)] = request.next_token
             known = torch.cat((own.hidden, request.hidden[-1:]))

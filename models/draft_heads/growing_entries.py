@@ -42,7 +42,7 @@ class GrowingEntries:
         # Other slots may hold anything, and weight zero times NaN is NaN: slot 0 of the padding page is finite.
         slots = functional.pad(slots.where(is_entry, 0), (0, room)).flatten()
         self._entries = [
-            pool.flatten(1, 2).index_select(1, slots).to(dtype).unflatten(1, (self._num_requests, length + room))
+            pool.flatten(1, 2).index_select(1, slots).to(dtype).view(2, self._num_requests, -1, *pool.shape[3:])
             for pool in kv
         ]  # [2, R, S, Hkv, D]
         self._base = torch.zeros(is_entry.shape, dtype=dtype).masked_fill_(~is_entry, -torch.inf)
@@ -96,4 +96,4 @@ class GrowingEntries:
         mixed = functional.scaled_dot_product_attention(
             heads, entries[0].transpose(1, 2), entries[1].transpose(1, 2), attn_mask=mask, scale=scale
         )
-        return mixed.unflatten(2, (width, group)).transpose(1, 2).reshape(queries.shape)
+        return mixed.view(num_requests, num_kv_heads, width, group, -1).transpose(1, 2).reshape(queries.shape)
