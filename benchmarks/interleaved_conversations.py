@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8, help="generated tokens a turn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--eviction-policy", default="lru")
+    parser.add_argument("--eviction-policy", default="density")
     result = measure(parser.parse_args()) | {"machine": describe_machine()}
     for name, value in result.items():
         if name != "machine":

@@ -16,6 +16,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     prefix_caching: bool = True
-    eviction_policy: EvictionPolicyName = "lru"
+    eviction_policy: EvictionPolicyName = "density"
     max_branches: int = 4
     tiers: TierConfig = TierConfig()

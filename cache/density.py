@@ -101,7 +101,7 @@ class DensityOrder:
             self._leaves.changed(item)
 
     def victim(self, need: Need) -> Evictable | None:
-        self._look_again()
+        self.look_again()
         while self._heap:
             key, _, version, snapshot = self._heap[0]
             record = self.records.get(snapshot)
@@ -152,7 +152,8 @@ class DensityOrder:
         if snapshot is not None:
             self._disturbed.append(snapshot)
 
-    def _look_again(self) -> None:
+    def look_again(self) -> None:
+        """Measure those whose neighbours came or went. Done by every victim; done in between it stays O(log n)."""
         if not self._disturbed:
             return
         disturbed, self._disturbed = dict.fromkeys(self._disturbed), []

@@ -34,6 +34,7 @@ class Turn:
     num_known_pages: int
     resumed: int
     starts: list[Mark] = field(default_factory=list)  # ends of the user's words that were asked to be kept
+    spare: int = 0  # end of the prompt, where it is wanted in case that nothing else can be resumed from
     position: int = 0  # computed tokens at its end
 
 
@@ -43,6 +44,8 @@ class DensityPolicy:
     def __init__(self, spec: CacheSpec, clock: Callable[[], float], cost: PrefillCost | None = None) -> None:
         self.cost = cost if cost is not None else PrefillCost()
         self._page_size = spec.page_size
+        per_row = spec.bytes_per_row // spec.kv.bytes_per_token if spec.kv is not None else 0
+        self._num_near_tokens = max(per_row, MIN_BRANCH_TOKENS)
         self._clock = clock
         self._order = DensityOrder(spec, self.cost, self._value)
         self._forecast = ReturnForecast()
@@ -78,6 +81,7 @@ class DensityPolicy:
         self._age()
         prefixes = PagePrefixes(match.cache_root, match.encoded, self._page_size, match.path)
         num_known = self._history.num_known_pages(prefixes)
+        self._order.look_again()
         known_line = self._history.line_of(prefixes.digests[num_known]) if num_known else None
         line = self._lines.find(conversation, known_line, prefixes)
         trunks = list(self._trunks.on_path(prefixes))
@@ -108,8 +112,8 @@ class DensityPolicy:
             value = self._forecast.first_index("trunk") if trunk is None else self._forecast.index(trunk)
         else:
             drop_rate = self._chance.drop_rate(line)
-            is_needed = kind == "turn_start" and drop_rate >= 0.5
-            if not is_needed and kind == "turn_start" and self._has_spare(turn, seq):
+            is_needed = kind == "turn_start" and drop_rate >= 0.5 and position != turn.spare
+            if not is_needed and kind == "turn_start" and self._has_near_spare(turn, seq, position):
                 return False
             chance = self._chance.next_lost(line)
             if is_needed:
@@ -194,6 +198,9 @@ class DensityPolicy:
         index = self._forecast.index(owner)
         if isinstance(owner, Trunk):
             return index
+        main = self._lines.main_line(owner)
+        if main is not owner and main.snapshots:
+            index = min(index, self._forecast.index(main))  # a side call never outlives the line of work
         place = owner.snapshots.index(snapshot)
         deeper = owner.snapshots[place + 1].num_tokens if place + 1 < len(owner.snapshots) else None
         chance = self._chance.chance(owner, snapshot.num_tokens, deeper)
@@ -237,9 +244,18 @@ class DensityPolicy:
                 self._give_up(line, snapshot)
 
     def _leave_others(self, line: Line, conversation: ConversationKey) -> None:
-        """The conversation goes on elsewhere: its other lines may be finished sub-agents, or wait for one."""
+        """The conversation goes on elsewhere: its other lines may be finished sub-agents, or wait for one.
+
+        Every such sign of life renews the wait of the line that does the work.
+        """
+        main = self._lines.main_line(line)
         for other in self._lines.lines_of(conversation):
-            if other is not line and not other.num_active and other.is_waiting and other.kind != "left":
+            if (
+                other is not line
+                and not other.num_active
+                and other.is_waiting
+                and (other.kind != "left" or other is main)
+            ):
                 self._wait(other, "left")
 
     def _use_trunk(self, line: Line, snapshot: Snapshot | None, trunks: list[Trunk]) -> None:
@@ -273,6 +289,7 @@ class DensityPolicy:
             wanted[marks[-1]] = "turn_end"
         elif not turn.line.snapshots:
             wanted[num_tokens] = "turn_start"
+            turn.spare = num_tokens
         if is_foreign and seen - turn.resumed >= MIN_BRANCH_TOKENS and seen < num_tokens:
             wanted.setdefault(seen, "branch")
         for mark, trunk in trunks:
@@ -280,9 +297,12 @@ class DensityPolicy:
                 wanted.setdefault(mark.position, "branch")
         return tuple(Boundary(position, kind) for position, kind in sorted(wanted.items()))
 
-    def _has_spare(self, turn: Turn, seq: SequenceCache) -> bool:
-        """Whether something else is there to resume from if the turn's end is not repeated."""
-        return bool(turn.line.snapshots) or any(export.kind in PRIVATE_KINDS for export in seq.exports)
+    def _has_near_spare(self, turn: Turn, seq: SequenceCache, position: int) -> bool:
+        """Whether something else is there to resume from if the turn's end is not repeated, so close before `position`
+        that the tokens in between take no more room than another row."""
+        spares = [snapshot.num_tokens for snapshot in turn.line.snapshots if snapshot.num_tokens <= position]
+        spares += [export.position for export in seq.exports if export.kind in PRIVATE_KINDS]
+        return bool(spares) and position - max(spares) <= self._num_near_tokens
 
     def _give_to_line(self, line: Line, snapshot: Snapshot, record: Record) -> None:
         record.owner = line

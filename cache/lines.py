@@ -17,8 +17,10 @@ from turnkeep.cache.snapshot import Snapshot
 
 ConversationKey = tuple[str, str]  # cache root, conversation id
 
-# Turn ends that a prompt failed to repeat: 0, 1, 2, 3, 4-7, 8-15, 16-31, more. Prior: ten prompts, nine repeat all.
-REWRITE_PRIOR = (9.0, 0.4, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05)
+# Turn ends that a prompt failed to repeat: 0, 1, 2, 3, 4-7, 8-15, 16-31, more. Prior: ten prompts that repeat all, so
+# that a snapshot which a newer one took the place of hurts nobody unless rewrites were really seen.
+REWRITE_PRIOR = (10.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+UNSEEN_RETRIES = 0.4  # prior for a reply that is tried again: all that is lost then is the newest words
 MAX_LOST_UNTAGGED = 2  # turn ends that a prompt without a tag may lose and still be the same line
 MAX_MARKS = 512
 
@@ -96,7 +98,7 @@ class ResumeChance:
     def next_lost(self, line: Line) -> float:
         """Chance that the prompt after the next reply repeats everything but that reply."""
         weights = self._weights(line)
-        return weights[1] / sum(weights)
+        return (weights[1] + UNSEEN_RETRIES) / (sum(weights) + UNSEEN_RETRIES)
 
     def _weights(self, line: Line) -> list[float]:
         return self._lost.setdefault(line.reply_class, list(REWRITE_PRIOR))
@@ -122,6 +124,12 @@ class LineRegistry:
     def lines_of(self, conversation: ConversationKey) -> list[Line]:
         """Most recently used last."""
         return self._conversations.get(conversation, [])
+
+    def main_line(self, line: Line) -> Line:
+        """The line of its conversation that did most of the work; side calls have one turn, it has many."""
+        if line.conversation is None:
+            return line
+        return max(self.lines_of(line.conversation), key=lambda other: (other.num_uses, other is line), default=line)
 
     def find(self, conversation: ConversationKey | None, known_line: int | None, prefixes: PagePrefixes) -> Line:
         """The line that a prompt continues, or a new one. known_line: who computed the known part of the prompt."""
@@ -169,7 +177,8 @@ class LineRegistry:
             lines.append(line)
             idle = [other for other in lines if not other.num_active and other is not line]
             if len(lines) > self._max_per_conversation and idle:
-                self._forget(idle[0])
+                # Side calls have one turn; the line of work has many and goes last, however old its last turn is.
+                self._forget(min(idle, key=lambda other: min(other.num_uses, 2)))
         if len(self._lines) > self._max_lines:
             oldest = next((other for other in self._lines.values() if not other.num_active and other is not line), None)
             if oldest is not None:

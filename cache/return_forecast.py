@@ -25,6 +25,7 @@ ROOT_WEIGHT, ROOT_HAZARD = 4.0, 0.1  # waiters' worth of prior; its hazard times
 CLASS_WEIGHT = 10.0  # waiters' worth of the parent's hazard in a class
 GAP_MEMORY = 0.3  # weight of the newest gap in a waiter's mean
 LOG_BUCKET = log(2.5)
+MAX_AGED = 256  # waiters that one event lets grow older
 MAX_RETURNS = 4096  # a table that saw more forgets half: habits change in a long uptime
 
 
@@ -129,6 +130,7 @@ class ReturnForecast:
         """It came back, if it was away."""
         if not waiter.is_waiting:
             return
+        self._grow_older(waiter, now_s)
         assert waiter.table is not None
         assert waiter.kind is not None
         gap_s, age_bin = max(now_s - waiter.since_s, 0.0), waiter.age_bin
@@ -143,15 +145,18 @@ class ReturnForecast:
         waiter.is_waiting = False
 
     def advance(self, now_s: float) -> Iterator[Waiter]:
-        """Those whose age reached another bin since the last call: their index changed."""
-        while self._timers and self._timers[0][0] <= now_s:
+        """Those whose age reached another bin since the last call: their index changed.
+
+        At most MAX_AGED of them: after a quiet night everybody is due at once, and nobody should wait for that.
+        """
+        num_left = MAX_AGED
+        while num_left and self._timers and self._timers[0][0] <= now_s:
             _, _, waiter, since_s = heappop(self._timers)
             if not waiter.is_waiting or waiter.since_s != since_s:
                 continue
-            assert waiter.table is not None
-            waiter.table.add(waiter.age_bin, WIDTHS_S[waiter.age_bin], is_return=False)
+            num_left -= 1
+            self._grow_older(waiter, now_s)
             if waiter.age_bin + 1 < NUM_BINS:
-                waiter.age_bin += 1
                 heappush(self._timers, (since_s + EDGES_S[waiter.age_bin], next(self._ticks), waiter, since_s))
             yield waiter
 
@@ -164,6 +169,13 @@ class ReturnForecast:
     def first_index(self, kind: WaitKind) -> float:
         """Return index of somebody unknown who starts to wait now."""
         return self._table(Waiter(), kind).index(0)
+
+    def _grow_older(self, waiter: Waiter, now_s: float) -> None:
+        """Move a waiter to the bin of its present age, through all in between. At most NUM_BINS of them."""
+        assert waiter.table is not None
+        while waiter.age_bin + 1 < NUM_BINS and waiter.since_s + EDGES_S[waiter.age_bin] <= now_s:
+            waiter.table.add(waiter.age_bin, WIDTHS_S[waiter.age_bin], is_return=False)
+            waiter.age_bin += 1
 
     def _table(self, waiter: Waiter, kind: WaitKind) -> LifeTable:
         mean = waiter.mean_log_gaps.get(kind)

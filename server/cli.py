@@ -123,8 +123,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--max-step-tokens", type=_positive, help="tokens computed in one step")
     model.add_argument("--threads", type=_positive, help="compute threads of the engine (default: all cores)")
     model.add_argument(
-        "--eviction-policy", choices=EVICTION_POLICIES, default="lru", help="what leaves a full cache first: the least "
-        "recently used (lru), what saves fewest seconds a byte as learnt so far (density), or Marconi's rule",
+        "--eviction-policy", choices=EVICTION_POLICIES, default="density", help="what leaves a full cache first: what "
+        "saves fewest seconds a byte as learnt so far (density), the least recently used (lru), or Marconi's rule",
     )  # fmt: skip
     model.add_argument("--no-prefix-caching", action="store_true", help="compute every turn anew (for comparison)")
 

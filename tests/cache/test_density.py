@@ -13,7 +13,7 @@ from turnkeep.cache.cache_manager import CacheManager
 from turnkeep.cache.eviction import EvictionPolicy
 from turnkeep.cache.policies import EVICTION_POLICIES, make_policy
 from turnkeep.cache.prefill_cost import PrefillCost, num_pairs
-from turnkeep.cache.return_forecast import ReturnForecast, Waiter
+from turnkeep.cache.return_forecast import MAX_AGED, NUM_BINS, ReturnForecast, Waiter
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
 
 SPEC = CacheSpec(4, KVSpec(1, 1, 4, "bfloat16"), StateSpec((StatePart("state", 1, (64,), "float32"),)))
@@ -156,6 +156,28 @@ def test_a_tool_call_that_returns_soon_outlives_a_chat_that_returns_late() -> No
     bench.now_s += 2
     assert serve("tool", is_call=True) > 0
     bench.cache.check()
+
+
+def test_a_second_try_of_a_long_message_costs_nothing_of_it() -> None:
+    bench = Bench(num_rows=64)
+    history = _words("first")
+    bench.turn(history, [1, 2], "c")
+    history = [*history, 1, 2, *(token for number in range(5) for token in _words(f"pasted {number}"))]
+    assert bench.turn(history, [3], "c") == 41
+    assert bench.turn([*history, 4], [5], "c") == len(history)
+
+
+def test_after_a_quiet_night_no_event_lets_more_than_a_few_waiters_grow_older() -> None:
+    forecast = ReturnForecast()
+    waiters = [Waiter() for _ in range(2000)]
+    for waiter in waiters:
+        forecast.wait(waiter, "text", 0.0)
+    night_s = 8 * 3600.0
+    assert len(list(forecast.advance(night_s))) == MAX_AGED
+    last = waiters[-1]
+    forecast.returned(last, night_s)  # nobody had looked at it since
+    assert last.age_bin == NUM_BINS - 1
+    assert sum(len(list(forecast.advance(night_s))) for _ in range(10)) == len(waiters) - MAX_AGED - 1
 
 
 def _crowd(policy: str) -> tuple[int, int]:

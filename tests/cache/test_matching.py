@@ -196,7 +196,7 @@ def test_a_loss_by_eviction_is_told_from_one_without_a_snapshot(kind: ModelKind)
 
 
 def test_a_loss_by_eviction_is_known_where_pages_stayed_for_others() -> None:
-    driver = CacheDriver(page_size=4, num_rows=3)
+    driver = CacheDriver(page_size=4, num_rows=3, eviction_policy="lru")
     driver.turn(list(range(30)), [1], turn_start=18)
     other = driver.open([90] * 3)
     assert other is not None

@@ -239,7 +239,7 @@ def test_evicting_a_snapshot_frees_the_pages_up_to_the_next_one_that_is_left() -
 
 
 def test_evicting_a_snapshot_above_another_one_frees_its_row_only() -> None:
-    driver = CacheDriver(num_pages=20, num_rows=3)
+    driver = CacheDriver(num_pages=20, num_rows=3, eviction_policy="lru")
     driver.turn(list(range(30)), [1] * 8, turn_start=9)
     other = driver.open([200] * 4)
     assert other is not None

@@ -9,7 +9,7 @@ PROMPT = list(range(100, 120))
 
 
 def test_a_new_turn_supersedes_the_boundaries_of_the_one_before() -> None:
-    driver = CacheDriver()
+    driver = CacheDriver(eviction_policy="lru")
     known = driver.turn(PROMPT, [1, 2, 3], "c", trunk=5, turn_start=18).token_ids
     assert driver.snapshot_positions(superseded=True) == []
     driver.turn([*known, *range(30, 40)], [4, 5], "c", trunk=5, turn_start=31)
@@ -18,7 +18,7 @@ def test_a_new_turn_supersedes_the_boundaries_of_the_one_before() -> None:
 
 
 def test_a_conversation_without_a_tag_is_recognised_by_its_history() -> None:
-    driver = CacheDriver()
+    driver = CacheDriver(eviction_policy="lru")
     known = driver.turn(PROMPT, [1, 2, 3], turn_start=18).token_ids
     driver.turn([*known, 7], [4, 5], turn_start=24)
     assert driver.snapshot_positions(superseded=True) == [18, 22]
@@ -114,7 +114,7 @@ def test_a_missing_end_of_turn_leaves_an_ordinary_snapshot() -> None:
 
 
 def test_a_fork_supersedes_nothing_of_the_branch_it_left() -> None:
-    driver = CacheDriver()
+    driver = CacheDriver(eviction_policy="lru")
     driver.turn(PROMPT, [1, 2, 3], "c", turn_start=18)
     driver.turn([*PROMPT[:18], 50, 51, 52], [4], "c", turn_start=20)  # an edited message
     assert driver.snapshot_positions(superseded=True) == []
@@ -144,7 +144,7 @@ def test_a_snapshot_kept_by_two_branches_is_superseded_by_the_last_one() -> None
 
 
 def test_the_snapshot_a_turn_resumed_from_is_held_until_its_own_replacement() -> None:
-    driver = CacheDriver(num_rows=4, num_pages=40)
+    driver = CacheDriver(num_rows=4, num_pages=40, eviction_policy="lru")
     known = driver.turn(PROMPT, [1, 2, 3], "c").token_ids
     run = driver.open([*known, *range(30, 40)], "c")
     assert run is not None
@@ -248,7 +248,7 @@ def test_a_request_that_runs_while_its_conversation_is_closed_keeps_nothing_in_t
 
 
 def test_branches_of_a_conversation_are_bounded_and_single_turns_go_first() -> None:
-    driver = CacheDriver(num_rows=60, num_pages=400, max_branches=3)
+    driver = CacheDriver(num_rows=60, num_pages=400, max_branches=3, eviction_policy="lru")
     known = PROMPT
     for number in range(3):
         known = driver.turn([*known, 200 + number], [1, 2], "c", turn_start=len(known)).token_ids

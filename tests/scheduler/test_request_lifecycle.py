@@ -205,7 +205,7 @@ def test_the_table_of_turn_handles_is_bounded() -> None:
         bench.cache.match("", [*make_request("x", 6, salt=i).token_ids, *bench.outputs()[f"r{i}"]]).num_tokens
         for i in range(4)
     ]
-    assert matches == [7, 7, 0, 0]
+    assert matches == [7, 7, 6, 6]  # of the others the end of the prompt is left, for a second try
 
 
 def test_closing_a_conversation_lets_its_snapshots_go_first() -> None:

@@ -15,6 +15,7 @@ from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.cache_manager import CacheManager, PrefixMatch, SequenceCache, TurnHandle
 from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.page_node import PageNode
+from turnkeep.cache.policies import EvictionPolicyName
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
 from turnkeep.cache.tiers.cold_tiers import ColdTiers
 
@@ -80,6 +81,7 @@ class CacheDriver:
         num_rows: int = 16,
         prefix_caching: bool = True,
         max_branches: int = 4,
+        eviction_policy: EvictionPolicyName = "density",
         checks: bool = True,
         make_tiers: Callable[[CacheDriver], ColdTiers] | None = None,
     ) -> None:
@@ -91,7 +93,7 @@ class CacheDriver:
         self.rows = [0] * (num_rows + 1)
         self.cache = CacheManager(
             cache_spec(kind, page_size),
-            CacheConfig(prefix_caching=prefix_caching, max_branches=max_branches),
+            CacheConfig(prefix_caching=prefix_caching, max_branches=max_branches, eviction_policy=eviction_policy),
             num_pages=num_pages + 1,
             num_state_rows=num_rows + 1,
             clock=self.clock,
