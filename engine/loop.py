@@ -186,6 +186,8 @@ def _message(event: scheduler_events.SchedulerEvent) -> FromEngine:
         num_cached_tokens=event.num_cached_tokens,
         num_output_tokens=event.num_output_tokens,
         num_suspensions=event.num_suspensions,
+        num_draft_nodes=event.num_draft_nodes,
+        num_accepted_nodes=event.num_accepted_nodes,
         queue_s=event.queue_s,
         message=event.message,
     )

@@ -128,6 +128,8 @@ class Finished(msgspec.Struct, tag="finished", kw_only=True, omit_defaults=True)
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_suspensions: int = 0
+    num_draft_nodes: int = 0  # drafted tokens that were verified, of which so many were right
+    num_accepted_nodes: int = 0
     queue_s: float = 0.0
     message: str | None = None
 

@@ -21,6 +21,7 @@ def gather_stats(scheduler: Scheduler, step_seconds: float, *, requested: bool) 
     for field in fields(own):
         if field.name not in _GAUGES:
             _add(counters, field.name, getattr(own, field.name))
+    counters |= scheduler.draft_values()
     gauges = {f"cache_{name}": float(value) for name, value in cache.gauge_values().items()}
     counters |= {f"cache_{name}": float(value) for name, value in cache.counter_values().items()}
     return Stats(

@@ -37,6 +37,8 @@ class Finished:
     num_suspensions: int
     queue_s: float
     message: str | None = None
+    num_draft_nodes: int = 0  # verified, of which so many were right
+    num_accepted_nodes: int = 0
 
 
 SchedulerEvent = Admitted | TokenOut | Finished

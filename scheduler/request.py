@@ -66,6 +66,8 @@ class Request:
     status: RequestStatus = "waiting"
     cache: SequenceCache | None = None
     draft: DraftTree | None = None  # what may follow its last token, for the next step
+    num_draft_nodes: int = 0  # verified so far
+    num_accepted_nodes: int = 0
     is_just_opened: bool = False  # no step has computed anything of it since its cache was opened
     num_cached_tokens: int = 0  # reused at first admission
     num_matched_tokens: int = 0  # what the attention pages alone matched at first admission

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 from turnkeep.cache.prefill_cost import PrefillCost, num_pairs
 from turnkeep.scheduler.admission import Admission
 from turnkeep.scheduler.config import SchedulerConfig
+from turnkeep.scheduler.drafting import Drafting
 from turnkeep.scheduler.events import Admitted, Finished, SchedulerEvent, TokenOut
 from turnkeep.scheduler.fair_order import FairOrder
 from turnkeep.scheduler.request import FinishReason, Request
 from turnkeep.scheduler.scheduler_stats import SchedulerStats
 from turnkeep.scheduler.step_plan import SampledToken, StepItem, StepOutput, StepPlan
 from turnkeep.scheduler.step_planner import StepPlanner
+from turnkeep.scheduler.tree_budget import TreeBudget
 from turnkeep.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
@@ -44,7 +46,10 @@ def _usable_boundaries(request: Request) -> tuple[Boundary, ...]:
 
 
 class Scheduler:
-    """Single-threaded; `clock` gives seconds. Events pile up until drain_events(). `cost` is told what steps took."""
+    """Single-threaded; `clock` gives seconds. Events pile up until drain_events(). `cost` is told what steps took.
+
+    budget: decides how much is drafted and verified; without one every draft within config.tree_grant is verified.
+    """
 
     def __init__(
         self,
@@ -52,11 +57,13 @@ class Scheduler:
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
         cost: PrefillCost | None = None,
+        budget: TreeBudget | None = None,
     ) -> None:
         self._cache = cache
         self._config = config
         self._clock = clock
         self._cost = cost
+        self._drafting = Drafting(budget, config.tree_grant)
         self._planned_s = 0.0
         self._requests: dict[str, Request] = {}  # waiting, running and suspended
         self._running: list[Request] = []  # in order of service (Request.rank)
@@ -158,9 +165,7 @@ class Scheduler:
             self._admit()
         if not self._running:
             return None
-        for request in self._running:
-            if request.draft is not None:
-                request.draft = request.draft.within_depth(request.num_useful_nodes)
+        self._drafting.choose(self._running)
         stuck = self._planner.make_room(self._running, self._suspend)
         if stuck is not None:
             self._leave(stuck, commit=True)
@@ -174,7 +179,7 @@ class Scheduler:
             row_copies=row_copies,
             items=items,
             folds=self._cache.drain_folds(),
-            tree_grant=self._config.tree_grant,
+            tree_grant=self._drafting.grant(self._running),
         )
 
     def apply(self, plan: StepPlan, output: StepOutput) -> None:
@@ -182,7 +187,7 @@ class Scheduler:
         self._opened_since_step.clear()
         stats = self._stats
         stats.num_steps += 1
-        self._measure(plan)
+        self._measure(plan, output)
         for item in plan.items:
             request = self._requests.get(item.request_id)
             if request is None or request.cache is None:
@@ -193,6 +198,9 @@ class Scheduler:
             stats.num_computed_tokens += num_tokens
             in_history = item.replay is not None and self._cache.has_history
             self._cache.advance(request.cache, num_tokens, in_history=in_history)
+            if item.draft is not None:
+                request.num_draft_nodes += item.draft.num_nodes
+                request.num_accepted_nodes += len(output.accepted.get(item.request_id, ()))
             request.draft = output.drafts.get(item.request_id)
             request.is_just_opened = False
             if item.start < request.num_prompt_tokens or len(item.token_ids) > 1:
@@ -242,8 +250,13 @@ class Scheduler:
         """The cache's own counts."""
         return self._cache.stats()
 
-    def _measure(self, plan: StepPlan) -> None:
-        """What the step cost, for those who weigh what to keep."""
+    def draft_values(self) -> dict[str, float]:
+        """Counters of drafting by name; empty without a budget."""
+        return self._drafting.counter_values()
+
+    def _measure(self, plan: StepPlan, output: StepOutput) -> None:
+        """What the step cost, for those who weigh what to keep and what to draft."""
+        self._drafting.measured(plan, output)
         if self._cost is not None:
             pairs = sum(num_pairs(item.start, item.start + len(item.token_ids)) for item in plan.items)
             self._cost.measured(plan.num_tokens, pairs, self._clock() - self._planned_s)
@@ -358,6 +371,7 @@ class Scheduler:
         """The one place where a request ends."""
         request.status = "finished"
         request.finish_reason = reason
+        self._drafting.forget(request.request_id)
         del self._requests[request.request_id]
         self._may_admit = True
         counts = self._stats.num_finished
@@ -371,6 +385,8 @@ class Scheduler:
                 num_cached_tokens=request.num_cached_tokens,
                 num_output_tokens=request.num_output_tokens,
                 num_suspensions=request.num_suspensions,
+                num_draft_nodes=request.num_draft_nodes,
+                num_accepted_nodes=request.num_accepted_nodes,
                 queue_s=(self._clock() if admitted_s is None else admitted_s) - request.arrival_s,
                 message=message,
             )

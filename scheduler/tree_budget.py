@@ -211,6 +211,10 @@ class TreeBudget:
         if verified:
             self.acceptance.measured(*zip(*verified, strict=True))
 
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self.acceptance.forget(request_id)
+
     def counter_values(self) -> dict[str, float]:
         """Flat names for the stats message; by depth as name.depth."""
         counts, accepted = self.counts, self.acceptance.counts
