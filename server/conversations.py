@@ -17,6 +17,7 @@ from typing import Any
 from turnkeep.server.common_prefix import common_prefix_tokens
 
 MAX_ID_BYTES = 256
+OWN_SOURCES = ("conversation_id", "x-conversation-id")
 FINAL_HEADERS = ("x-conversation-final", "x-dynamo-session-final")
 MAX_TURNS = 64  # turns kept per conversation, for the report
 MAX_BRANCHES = 8  # prompts kept per conversation to compare the next one with

@@ -96,8 +96,8 @@ def overloaded(message: str, retry_after_s: int) -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
-def unavailable(message: str, retry_after_s: int = 2) -> ApiError:
-    return ApiError(503, message, kind="server_error", code="service_unavailable", retry_after_s=retry_after_s)
+def unavailable(message: str, retry_after_s: int = 2, code: str = "service_unavailable") -> ApiError:
+    return ApiError(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
 
 
 def internal() -> ApiError:

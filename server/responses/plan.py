@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from turnkeep.server import errors
 from turnkeep.server.chat_completions import ChatCompletionRequest
-from turnkeep.server.conversations import resolve_conversation
+from turnkeep.server.conversations import OWN_SOURCES, resolve_conversation
 from turnkeep.server.responses.chat_body import SAME_FIELDS, chat_body
 from turnkeep.server.responses.input_items import id_prefix, read_items, with_ids
 from turnkeep.server.responses.item_messages import Message, to_messages
@@ -79,7 +79,9 @@ def item_id(prefix: str, response_id: str, side: str, number: int) -> str:
 
 
 def store_is_down() -> errors.ApiError:
-    return errors.unavailable("The store of responses and conversations cannot be reached at the moment.")
+    # A code of its own: what needs no stored state can still be asked for.
+    message = "The store of responses and conversations cannot be reached at the moment."
+    return errors.unavailable(message, code="store_unavailable")
 
 
 class Planner:
@@ -195,18 +197,21 @@ class Planner:
         return next((item for item in [*response.input_items, *response.output] if item["id"] == id), None)
 
     def _tag(self, plan: Plan, headers: Mapping[str, str], link: Link | None, is_session: bool) -> str | None:
-        """A conversation names itself, a chain is named by its first response; else fields and headers may.
+        """A conversation names itself; else our own fields and headers do, a chain, and those of other clients.
 
         A stored response that begins a conversation may become a chain. One that was sent a whole history may not:
         its client keeps the history and names no conversation, so each turn would be one of its own.
         """
         if plan.conversation_id is not None:
             return plan.conversation_id
-        if link is not None:
-            return link.tag or link.response_id
         fields = {name: getattr(plan.request, name) for name in SAME_FIELDS if hasattr(plan.request, name)}
-        if resolve_conversation(headers, fields).conversation_id is not None:
-            return None
+        named = resolve_conversation(headers, fields)
+        # A client that names its conversation in our own way means it: a fork of a chain has a name of its own.
+        if link is not None and named.source not in OWN_SOURCES:
+            return link.tag or link.response_id
+        if named.conversation_id is not None:
+            # Kept with the response, so that what continues it without a name belongs to the same conversation.
+            return None if named.shared else named.conversation_id
         begins = not any(item.get("role") == "assistant" or "call_id" in item for item in plan.input_items)
         return plan.id if is_session or (plan.request.is_stored and begins) else None
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from turnkeep.clients.client import AsyncTurnkeep as AsyncTurnkeep
+    from turnkeep.clients.client import Turnkeep as Turnkeep
     from turnkeep.server.llm import LLM as LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "__version__"]
+__all__ = ["LLM", "AsyncTurnkeep", "Turnkeep", "__version__"]
 
 ROOMS = ("cache", "clients", "engine", "kernels", "models", "scheduler", "server")
 
@@ -42,4 +44,12 @@ def __getattr__(name: str) -> Any:
         from turnkeep.server.llm import LLM
 
         return LLM
+    if name in ("Turnkeep", "AsyncTurnkeep"):
+        try:
+            from turnkeep.clients import client
+        except ModuleNotFoundError as error:
+            if error.name not in ("openai", "pydantic"):
+                raise
+            raise ImportError("the client needs the openai package: pip install 'turnkeep[client]'") from None
+        return getattr(client, name)
     raise AttributeError(f"module 'turnkeep' has no attribute {name!r}")

@@ -29,8 +29,8 @@ def free_port() -> int:
 class Server:
     """A `turnkeep serve` process on a free loopback port."""
 
-    def __init__(self, *options: str, model: str = "demo", log: Path | None = None) -> None:
-        self.port = free_port()
+    def __init__(self, *options: str, model: str = "demo", log: Path | None = None, port: int | None = None) -> None:
+        self.port = port if port is not None else free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         environment = dict(os.environ, PYTHONPATH=str(ROOT / "src"))
         command = [sys.executable, "-m", "turnkeep.server.cli", "serve", model, "--port", str(self.port), *options]

@@ -104,4 +104,4 @@ async def test_a_redis_that_goes_in_the_middle_of_a_turn_fails_it(
             status, answer = await running
         finally:
             redis_server.start()
-        assert (status, answer["error"]["code"]) == (503, "service_unavailable")
+        assert (status, answer["error"]["code"]) == (503, "store_unavailable")
