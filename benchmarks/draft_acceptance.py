@@ -1,4 +1,4 @@
-"""How many tokens the draft head's trees save: the bundled model writes turns of an order desk, with trees of 1 to 32
+"""How many tokens the trees of a drafter save: the bundled model writes turns of an order desk, with trees of 1 to 32
 nodes proposed after every step and walked along what it wrote.
 
 Measures acceptance by depth, tokens a step and the time of a proposal beside that of a decode step, greedy and sampled.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from benchmarks.machine import describe_machine
 from rich.console import Console
@@ -25,8 +26,9 @@ from rich.table import Table
 from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.batch_builder import BatchBuilder
 from turnkeep.engine.sizing import cache_spec
-from turnkeep.engine.speculation.drafter import DraftRequest
+from turnkeep.engine.speculation.drafter import Drafter, DraftRequest
 from turnkeep.engine.speculation.head_drafter import HeadDrafter
+from turnkeep.engine.speculation.prompt_lookup import PromptLookup
 from turnkeep.kernels.sampling import SamplingBatch, SamplingRow, sample
 from turnkeep.models.catalog import find_model
 from turnkeep.models.config import ModelConfig
@@ -69,7 +71,11 @@ class Desk:
         self.cache = CacheStorage(spec, num_pages=len(self.page_ids) + 1, num_state_rows=2).tensors
         self.builder = BatchBuilder(PAGE_SIZE, has_state=True, has_pages=True)
         head = load_draft_head(source, dtype=dtype)
-        self.drafter = HeadDrafter(self.decoder, head, self.cache.kv[config.num_attention_layers :], PAGE_SIZE)
+        kv = self.cache.kv[config.num_attention_layers :]
+        self.drafters: dict[str, Drafter] = {
+            "head": HeadDrafter(self.decoder, head, kv, PAGE_SIZE),
+            "lookup": PromptLookup(),
+        }
         self.end_id = load_tokenizer().token_to_id(END)
 
     def write(self, prompt_ids: list[int], sampling: SamplingParams) -> Written:
@@ -157,22 +163,23 @@ def right_path(tree: DraftTree | None, token_ids: Sequence[int]) -> list[int]:
     return path
 
 
-def replay(desk: Desk, written: Written, tally: Tally) -> None:
+def replay(drafter: Drafter, page_ids: npt.NDArray[np.int32], written: Written, tally: Tally) -> None:
     """Go through a message as an engine with these trees would: a step proposes, what is right is skipped."""
     known, start, end = written.prompt_ids + written.answer_ids, 0, len(written.prompt_ids)
     while True:
         request = DraftRequest(
-            request_id="",
+            request_id=f"{id(written)}-{tally.grant.num_nodes}",
             token_ids=known[start:end],
             start=start,
             next_token=known[end],
             hidden=written.hidden[start:end],
             previous_hidden=written.hidden[start - 1] if start else torch.zeros_like(written.hidden[0]),
-            page_ids=desk.page_ids[: end // PAGE_SIZE + 1],
+            page_ids=page_ids[: end // PAGE_SIZE + 1],
             sampling=written.sampling,
+            context_ids=None if start else [],
         )
         started_s = time.perf_counter()
-        (tree,) = desk.drafter.propose([request], tally.grant)
+        (tree,) = drafter.propose([request], tally.grant)
         if start:
             tally.propose_s.append(time.perf_counter() - started_s)
         if end + 1 >= len(known):
@@ -216,6 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--drafter", choices=("head", "lookup"), default="head")
     parser.add_argument("--temperature", type=float, nargs="*", default=[0.0, 0.7])
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     parser.add_argument("--max-children", type=int, default=4)
@@ -225,6 +233,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     console = Console()
     desk = Desk(arguments.dtype)
+    drafter = desk.drafters[arguments.drafter]
     all_prompts = list(prompts(arguments.conversations, arguments.turns))
     for temperature in arguments.temperature:
         tallies = [
@@ -236,13 +245,13 @@ def main() -> None:
             written = desk.write(prompt_ids, sampling)
             decode_s += written.decode_s
             for tally in tallies:
-                replay(desk, written, tally)
+                replay(drafter, desk.page_ids, written, tally)
         decode_ms = 1000.0 * statistics.median(decode_s)
         reports = [tally.report() for tally in tallies]
-        title = f"{len(all_prompts)} messages at temperature {temperature}; a decode step takes {decode_ms:.2f} ms"
+        title = f"{arguments.drafter}, temperature {temperature}: {len(all_prompts)} messages, step {decode_ms:.2f} ms"
         print_report(reports, title, console)
-        line = {"temperature": temperature, "decode_ms": decode_ms, "trees": reports, "machine": describe_machine()}
-        print(json.dumps(line))
+        line = {"drafter": arguments.drafter, "temperature": temperature, "decode_ms": decode_ms, "trees": reports}
+        print(json.dumps(line | {"machine": describe_machine()}))
 
 
 if __name__ == "__main__":
