@@ -52,7 +52,8 @@ class TokenIndex:
 
     def matches(self) -> list[tuple[int, int]]:
         """Earlier places of the last run, the latest first, and how many tokens up to each agree with the last ones."""
-        tokens, found = self.token_ids, []
+        tokens = self.token_ids
+        found: list[tuple[int, int]] = []
         last = len(tokens) - 1
         place = self._earlier[last] if tokens else -1
         while place >= 0 and len(found) < MAX_LOOKED_AT:
