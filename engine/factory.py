@@ -11,6 +11,7 @@ import torch
 from turnkeep.cache.cache_manager import CacheManager
 from turnkeep.cache.pool_content import TensorPoolContent
 from turnkeep.cache.prefill_cost import PrefillCost
+from turnkeep.cache.spec import CacheSpec
 from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructions, num_usable_cores
@@ -19,7 +20,10 @@ from turnkeep.engine.loop import EngineLoop
 from turnkeep.engine.messages import FromEngine, Loading, Ready
 from turnkeep.engine.runner import Model, ModelRunner
 from turnkeep.engine.sizing import PoolSizes, check_memory, engine_spec, size_pools
+from turnkeep.engine.speculation.drafter import Drafter
+from turnkeep.engine.speculation.settings import NO_SPECULATION, Speculation, resolve_drafts
 from turnkeep.engine.tier_building import build_tiers
+from turnkeep.kernels.forward_batch import CacheTensors
 from turnkeep.models.catalog import find_model
 from turnkeep.models.config import ModelConfig
 from turnkeep.models.fingerprint import model_fingerprint
@@ -43,7 +47,8 @@ def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> 
     source = find_model(config.model)
     model_config = ModelConfig.from_dict(source.config_dict())
     dtype = resolve_dtype(config.dtype)
-    sizes = resolve_sizes(config, model_config, dtype)
+    speculation = resolve_drafts(config, source, model_config)
+    sizes = resolve_sizes(config, model_config, dtype, speculation)
     torch.set_num_threads(config.num_threads or num_usable_cores())
 
     def report(stage: str, done: int, total: int) -> None:
@@ -86,12 +91,24 @@ def resolve_dtype(dtype: str | None) -> str:
     return dtype
 
 
-def resolve_sizes(config: EngineConfig, model_config: ModelConfig, dtype: str) -> PoolSizes:
+def resolve_sizes(
+    config: EngineConfig, model_config: ModelConfig, dtype: str, speculation: Speculation = NO_SPECULATION
+) -> PoolSizes:
     """Pool sizes for this machine. Raises NotEnoughMemory."""
     memory_bytes = default_memory_bytes() if config.memory_bytes is None else config.memory_bytes
     check_memory(memory_bytes)
-    spec = engine_spec(model_config, config, dtype)
+    spec = _spec(model_config, config, dtype, speculation)
     return size_pools(spec, config, model_config.max_position_embeddings, memory_bytes)
+
+
+def _spec(model_config: ModelConfig, config: EngineConfig, dtype: str, speculation: Speculation) -> CacheSpec:
+    return engine_spec(
+        model_config,
+        config,
+        dtype,
+        has_draft_head=speculation.has_draft_head,
+        history_capacity=speculation.history_capacity,
+    )
 
 
 def assemble(
@@ -105,17 +122,33 @@ def assemble(
     model_name: str,
     matchers: GrammarMatchers | None = None,
     fingerprint: bytes | None = None,
+    speculation: Speculation = NO_SPECULATION,
+    make_drafter: Callable[[CacheTensors], Drafter] | None = None,
 ) -> tuple[EngineLoop, Ready]:
-    """An engine loop around a model that is loaded already. fingerprint: names its weights for the disk tier."""
-    spec = engine_spec(model_config, config, dtype)
-    storage = CacheStorage(spec, num_pages=sizes.num_pages, num_state_rows=sizes.num_state_rows)
-    tiers = build_tiers(spec, config.cache, TensorPoolContent(storage.tensors), fingerprint, sizes.num_bytes)
+    """An engine loop around a model that is loaded already. fingerprint: names its weights for the disk tier.
+
+    make_drafter: given where speculation is on; called with the pools, in which a draft head has layers of its own.
+    """
+    spec = _spec(model_config, config, dtype, speculation)
+    storage = CacheStorage(
+        spec,
+        num_pages=sizes.num_pages,
+        num_state_rows=sizes.num_state_rows,
+        num_history_slots=sizes.num_history_slots,
+    )
+    drafter = make_drafter(storage.tensors) if make_drafter is not None else None
+    threads = decode_threads(model, config.num_threads)
+    runner = ModelRunner(model, storage, config.page_size, matchers, threads, drafter)
+    # Folds that are planned for rows come before anything is read from or written to them.
+    content = TensorPoolContent(storage.tensors, settle=lambda: runner.fold(cache.drain_folds()))
+    tiers = build_tiers(spec, config.cache, content, fingerprint, sizes.num_bytes)
     cost = PrefillCost()
     cache = CacheManager(
         spec,
         config.cache,
         num_pages=sizes.num_pages,
         num_state_rows=sizes.num_state_rows,
+        num_history_slots=sizes.num_history_slots,
         clock=time.monotonic,
         cost=cost,
         tiers=tiers.tiers,
@@ -125,11 +158,12 @@ def assemble(
         max_step_tokens=config.max_step_tokens,
         max_model_len=sizes.max_model_len,
         vocab_size=model_config.vocab_size,
+        tree_grant=speculation.grant(sizes.max_running),
+        drafts_from_tokens=drafter is not None and not drafter.needs_hidden,
     )
     scheduler = Scheduler(cache, limits, cost=cost)
-    runner = ModelRunner(model, storage, config.page_size, matchers, decode_threads(model, config.num_threads))
     loop = EngineLoop(scheduler, runner, outbox)
-    notices = [*sizes.notices, *tiers.notices]
+    notices = [*sizes.notices, *speculation.notices, *tiers.notices]
     if not config.cache.prefix_caching:
         notices.append("prefix caching is off: every turn is computed anew")
     log.info("%s in %s; %s; %s", model_name, dtype, sizes.limiting_resource, tiers.summary)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from turnkeep.cache.copies import HistoryFold
 from turnkeep.cache.storage import CacheStorage
 from turnkeep.engine.batch_builder import BatchBuilder
 from turnkeep.engine.grammar import GrammarMatchers
@@ -73,6 +74,11 @@ class ModelRunner:
         self._builder = BatchBuilder(
             page_size, has_state=bool(tensors.states), has_pages=bool(tensors.kv), history_capacity=capacity
         )
+
+    @torch.inference_mode()
+    def fold(self, folds: Sequence[HistoryFold]) -> None:
+        """Carry out folds that were planned, outside of a step."""
+        self._replay.fold(folds)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:

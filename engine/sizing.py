@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
+from turnkeep.cache.spec import CacheSpec, HistorySpec, KVSpec, StatePart, StateSpec
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.environment import available_memory_bytes
 from turnkeep.models.config import ModelConfig
@@ -46,6 +46,7 @@ class PoolSizes:
 
     num_pages: int
     num_state_rows: int
+    num_history_slots: int
     max_running: int
     max_model_len: int
     num_bytes: int
@@ -61,10 +62,12 @@ def cache_spec(
     kv_dtype: str | None = None,
     state_dtype: str = "float32",
     has_draft_head: bool = False,
+    history_capacity: int = 0,
 ) -> CacheSpec:
     """What the pools of this model hold: keys and values in `kv_dtype`, else in the weights' `dtype`.
 
     has_draft_head: its layers' keys and values come after those of the model, and a row has one more part for it.
+    history_capacity: tokens of a running request's replay history, where drafts are verified.
 
     Raises ValueError for a type that pools cannot have.
     """
@@ -79,10 +82,16 @@ def cache_spec(
     kv = None
     if num_kv_layers:
         kv = KVSpec(num_kv_layers, config.num_kv_heads, config.head_dim, kv_dtype or dtype)
-    return CacheSpec(page_size=page_size, kv=kv, state=StateSpec(parts) if parts else None)
+    history = None
+    if history_capacity and parts:
+        kept = config.history_parts(history_capacity, dtype, state_dtype, has_draft_head=has_draft_head)
+        history = HistorySpec(history_capacity, tuple(StatePart(*part) for part in kept))
+    return CacheSpec(page_size=page_size, kv=kv, state=StateSpec(parts) if parts else None, history=history)
 
 
-def engine_spec(model: ModelConfig, config: EngineConfig, dtype: str, *, has_draft_head: bool = False) -> CacheSpec:
+def engine_spec(
+    model: ModelConfig, config: EngineConfig, dtype: str, *, has_draft_head: bool = False, history_capacity: int = 0
+) -> CacheSpec:
     """`cache_spec` with the settings of an engine whose weights are in `dtype`."""
     return cache_spec(
         model,
@@ -91,6 +100,7 @@ def engine_spec(model: ModelConfig, config: EngineConfig, dtype: str, *, has_dra
         kv_dtype=config.kv_dtype,
         state_dtype=config.state_dtype,
         has_draft_head=has_draft_head,
+        history_capacity=history_capacity,
     )
 
 
@@ -122,15 +132,18 @@ class _Sizing:
         num_rows = self._num_rows(max_running, num_conversations)
         if spec.state is not None and max_running > num_rows - 1:
             max_running = num_rows - 1
-        num_pages = self._num_pages(num_rows)
+        num_slots = max_running if spec.history is not None else 0
+        num_pages = self._num_pages(num_rows, num_slots)
         self._limit_model_len(num_pages)
         num_bytes = num_pages * spec.bytes_per_page + num_rows * spec.bytes_per_row
+        num_bytes += num_slots * spec.bytes_per_history_slot
         limiting = self._limiting_resource(wanted, max_running, num_pages, num_rows)
         if config.max_running is not None and max_running < config.max_running:
             self._notices.append(f"max_running {config.max_running} lowered to {max_running}: {limiting}")
         return PoolSizes(
             num_pages=num_pages,
             num_state_rows=num_rows,
+            num_history_slots=num_slots,
             max_running=max_running,
             max_model_len=self._max_len,
             num_bytes=num_bytes,
@@ -150,10 +163,11 @@ class _Sizing:
             return max(wanted, 1)  # the pools were named; only the rows bound what runs
         memory = self._memory_bytes - spec.bytes_per_page - (1 + SPARE_ROWS) * spec.bytes_per_row
         # Every running request is a conversation too, so its live row comes on top until `wanted` of them fit.
-        running = memory // max(each + spec.bytes_per_row, 1)
+        live = spec.bytes_per_row + spec.bytes_per_history_slot
+        running = memory // max(each + live, 1)
         if running < wanted:
             return int(running)
-        return int((memory - wanted * spec.bytes_per_row) // max(each, 1))
+        return int((memory - wanted * live) // max(each, 1))
 
     def _num_rows(self, max_running: int, num_conversations: int) -> int:
         if self._spec.state is None:
@@ -163,13 +177,13 @@ class _Sizing:
         rows = 1 + max_running + SNAPSHOTS_PER_CONVERSATION * max(num_conversations, 1) + SPARE_ROWS
         return min(rows, MAX_POOL_ROWS)
 
-    def _num_pages(self, num_rows: int) -> int:
+    def _num_pages(self, num_rows: int, num_slots: int) -> int:
         spec = self._spec
         if self._config.num_pages is not None:
             return self._config.num_pages
         if spec.kv is None:
             return 1
-        remaining = self._memory_bytes - num_rows * spec.bytes_per_row
+        remaining = self._memory_bytes - num_rows * spec.bytes_per_row - num_slots * spec.bytes_per_history_slot
         least = self._pages_for(self._least_tokens()) + 2
         return min(max(int(remaining // spec.bytes_per_page), least), MAX_POOL_PAGES)
 
@@ -190,7 +204,7 @@ class _Sizing:
             raise NotEnoughMemory(f"one request needs 2 state rows, num_state_rows is {config.num_state_rows}")
         if config.num_pages is not None or config.num_state_rows is not None:
             return
-        page_bytes, row_bytes = pages * spec.bytes_per_page, rows * spec.bytes_per_row
+        page_bytes, row_bytes = pages * spec.bytes_per_page, rows * spec.bytes_per_row + spec.bytes_per_history_slot
         if page_bytes + row_bytes > self._memory_bytes:
             needed = _mib(page_bytes + row_bytes)
             raise NotEnoughMemory(

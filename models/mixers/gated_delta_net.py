@@ -63,7 +63,7 @@ class GatedDeltaMixer(nn.Module):
         if recurrent.num_prefills:
             pieces.append(self._scan(conv_input[end:], g[end:], beta[end:], windows, states, recurrent))
         mixed = pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # [T, Hv, V]
-        normed = rms_norm(mixed, self.norm_weight, self.norm_eps).view(x.shape[0], -1)
+        normed = rms_norm(mixed, self.norm_weight, self.norm_eps).reshape(x.shape[0], -1)
         gated = (normed * functional.silu(gate.float())).to(x.dtype)
         return functional.linear(gated, self.out_proj_weight)
 

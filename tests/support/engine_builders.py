@@ -13,10 +13,13 @@ from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.factory import assemble, resolve_sizes
 from turnkeep.engine.loop import EngineLoop
 from turnkeep.engine.messages import Finished, FromEngine, Ready, Stats, Submit, Tokens
+from turnkeep.engine.speculation.drafter import Drafter
+from turnkeep.engine.speculation.settings import NO_SPECULATION, Speculation
 from turnkeep.models.config import ModelConfig
 from turnkeep.models.tiny import TinyKind, tiny_config
 from turnkeep.models.weights import random_model
 from turnkeep.scheduler.request import SamplingParams
+from turnkeep.scheduler.speculation_config import SpeculationConfig
 
 VOCAB_SIZE = 97
 _MODELS: dict[TinyKind, torch.nn.Module] = {}
@@ -37,11 +40,28 @@ def engine_config(**settings: object) -> EngineConfig:
     return EngineConfig(**(defaults | settings))  # type: ignore[arg-type]
 
 
-def build_tiny(kind: TinyKind, config: EngineConfig, outbox: Callable[[FromEngine], None]) -> tuple[EngineLoop, Ready]:
-    """An engine loop over the tiny model of a kind."""
+def build_tiny(
+    kind: TinyKind,
+    config: EngineConfig,
+    outbox: Callable[[FromEngine], None],
+    drafter: Drafter | None = None,
+    limits: SpeculationConfig | None = None,
+) -> tuple[EngineLoop, Ready]:
+    """An engine loop over the tiny model of a kind. A drafter of tokens may draft for it, within `limits`."""
     model_config = ModelConfig.from_dict(tiny_config(kind))
-    sizes = resolve_sizes(config, model_config, "float32")
-    return assemble(tiny_model(kind), model_config, config, sizes, "float32", outbox, model_name="tiny")
+    speculation = NO_SPECULATION if drafter is None else Speculation("ngram", limits or SpeculationConfig())
+    sizes = resolve_sizes(config, model_config, "float32", speculation)
+    return assemble(
+        tiny_model(kind),
+        model_config,
+        config,
+        sizes,
+        "float32",
+        outbox,
+        model_name="tiny",
+        speculation=speculation,
+        make_drafter=None if drafter is None else lambda _: drafter,
+    )
 
 
 @dataclass
@@ -72,6 +92,14 @@ class LoopBench:
 
     def stats(self) -> Stats:
         return self.loop.stats()
+
+
+def make_drafting_loop(
+    kind: TinyKind, drafter: Drafter, limits: SpeculationConfig, **settings: int | bool | str | None
+) -> LoopBench:
+    events: list[FromEngine] = []
+    loop, _ = build_tiny(kind, engine_config(**settings), events.append, drafter, limits)
+    return LoopBench(loop, events)
 
 
 def make_loop(kind: TinyKind, **settings: object) -> LoopBench:
