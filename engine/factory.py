@@ -21,15 +21,22 @@ from turnkeep.engine.messages import FromEngine, Loading, Ready
 from turnkeep.engine.runner import Model, ModelRunner
 from turnkeep.engine.sizing import PoolSizes, check_memory, engine_spec, size_pools
 from turnkeep.engine.speculation.drafter import Drafter
+from turnkeep.engine.speculation.head_drafter import HeadDrafter
 from turnkeep.engine.speculation.settings import NO_SPECULATION, Speculation, resolve_drafts
 from turnkeep.engine.tier_building import build_tiers
 from turnkeep.kernels.forward_batch import CacheTensors
 from turnkeep.models.catalog import find_model
 from turnkeep.models.config import ModelConfig
+from turnkeep.models.decoder import Decoder
+from turnkeep.models.draft_heads.loading import load_draft_head
 from turnkeep.models.fingerprint import model_fingerprint
+from turnkeep.models.model_source import ModelSource
 from turnkeep.models.weights import load_model
+from turnkeep.scheduler.acceptance import AcceptanceStatistics
 from turnkeep.scheduler.config import SchedulerConfig
+from turnkeep.scheduler.cost_model import StepCost
 from turnkeep.scheduler.scheduler import Scheduler
+from turnkeep.scheduler.tree_budget import TreeBudget
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +64,10 @@ def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> 
     model = load_model(source, dtype=getattr(torch, dtype), progress=report)
     matchers = GrammarMatchers(source.tokenizer_json, model_config.vocab_size, sorted(source.eos_token_ids))
     matchers.prepare()
+    make_drafter, budget = None, None
+    if speculation.drafter is not None:
+        make_drafter = head_drafter(source, model, config.page_size)
+        budget = TreeBudget(speculation.limits, StepCost(), AcceptanceStatistics(), max(config.max_step_tokens // 2, 1))
     return assemble(
         model,
         model_config,
@@ -67,7 +78,17 @@ def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> 
         model_name=source.name,
         matchers=matchers,
         fingerprint=model_fingerprint(source),
+        speculation=speculation,
+        make_drafter=make_drafter,
+        budget=budget,
     )
+
+
+def head_drafter(source: ModelSource, model: Decoder, page_size: int) -> Callable[[CacheTensors], Drafter]:
+    """The model's draft head, to draft over pools in which its layers come after the model's. Raises WeightsError."""
+    head = load_draft_head(source, dtype=model.dtype)
+    first = model.config.num_attention_layers
+    return lambda tensors: HeadDrafter(model, head, tensors.kv[first:], page_size)
 
 
 def decode_threads(model: Model, num_threads: int | None) -> int | None:
@@ -124,10 +145,12 @@ def assemble(
     fingerprint: bytes | None = None,
     speculation: Speculation = NO_SPECULATION,
     make_drafter: Callable[[CacheTensors], Drafter] | None = None,
+    budget: TreeBudget | None = None,
 ) -> tuple[EngineLoop, Ready]:
     """An engine loop around a model that is loaded already. fingerprint: names its weights for the disk tier.
 
     make_drafter: given where speculation is on; called with the pools, in which a draft head has layers of its own.
+    budget: says how much is drafted; without one all that the speculation's limits allow.
     """
     spec = _spec(model_config, config, dtype, speculation)
     storage = CacheStorage(
@@ -161,7 +184,7 @@ def assemble(
         tree_grant=speculation.grant(sizes.max_running),
         drafts_from_tokens=drafter is not None and not drafter.needs_hidden,
     )
-    scheduler = Scheduler(cache, limits, cost=cost)
+    scheduler = Scheduler(cache, limits, cost=cost, budget=budget)
     loop = EngineLoop(scheduler, runner, outbox)
     notices = [*sizes.notices, *speculation.notices, *tiers.notices]
     if not config.cache.prefix_caching:

@@ -19,9 +19,9 @@ HISTORY_CAPACITY = 32
 
 @dataclass(slots=True, frozen=True)
 class Speculation:
-    """drafter None: nothing is drafted. limits: of each tree."""
+    """drafter None: nothing is drafted; "tokens": by something that looks at tokens alone. limits: of each tree."""
 
-    drafter: Literal["mtp", "ngram"] | None
+    drafter: Literal["mtp", "tokens"] | None
     limits: SpeculationConfig
     notices: tuple[str, ...] = ()
 
@@ -58,8 +58,6 @@ def resolve_drafts(config: EngineConfig, source: ModelSource, model_config: Mode
     )
     if config.speculation == "off":
         return NO_SPECULATION
-    if config.speculation == "ngram":
-        return Speculation("ngram", limits, notices)
     reason = why_no_draft_head(source, model_config)
     if reason is None:
         return Speculation("mtp", limits, notices)

@@ -49,7 +49,7 @@ def build_tiny(
 ) -> tuple[EngineLoop, Ready]:
     """An engine loop over the tiny model of a kind. A drafter of tokens may draft for it, within `limits`."""
     model_config = ModelConfig.from_dict(tiny_config(kind))
-    speculation = NO_SPECULATION if drafter is None else Speculation("ngram", limits or SpeculationConfig())
+    speculation = NO_SPECULATION if drafter is None else Speculation("tokens", limits or SpeculationConfig())
     sizes = resolve_sizes(config, model_config, "float32", speculation)
     return assemble(
         tiny_model(kind),
