@@ -2,7 +2,8 @@
 
 A workload is a machine (pools from barely enough to ample, any kind of model), settings, and what clients do: bursts
 and trickles, short and long requests, conversations that return, far more idle ones than fit, aborts, stops, failing
-steps, tenants and priorities, drafts that are right with any probability. Checked: the oldest running request gets at
+steps, tenants and priorities, drafts that are right with any probability. State rows and replay histories hold hashes
+of the tokens before them. Checked: every row is what it should be when it is read; the oldest running request gets at
 least one token in every step; nobody is passed more often than the bound; every request ends exactly once, with all
 its tokens unless it was cut short, and is refused only when it can never fit; references and counts of the cache add
 up at any time; at the end everything can be had again. A fault prints the seed of its workload, which
@@ -20,28 +21,25 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
+from benchmarks.simulated_pools import Fault, Pools, require
+
 from turnkeep.cache.boundary import Boundary
 from turnkeep.cache.cache_manager import CacheManager
-from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
+from turnkeep.cache.spec import CacheSpec, HistorySpec, KVSpec, StatePart, StateSpec
+from turnkeep.scheduler.acceptance import AcceptanceStatistics
 from turnkeep.scheduler.config import SchedulerConfig
+from turnkeep.scheduler.cost_model import StepCost
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.events import Admitted, Finished, TokenOut
 from turnkeep.scheduler.request import Request, SamplingParams
 from turnkeep.scheduler.scheduler import Scheduler
+from turnkeep.scheduler.speculation_config import SpeculationConfig
 from turnkeep.scheduler.step_plan import SampledToken, StepItem, StepOutput, StepPlan
+from turnkeep.scheduler.tree_budget import TreeBudget
 
 VOCAB_SIZE = 50
 MAX_MODEL_LEN = 240
 CHUNK = 250  # workloads of one task
-
-
-class Fault(AssertionError):
-    """Something that must never happen."""
-
-
-def require(is_true: bool, message: str) -> None:
-    if not is_true:
-        raise Fault(message)
 
 
 @dataclass
@@ -59,7 +57,7 @@ class Traits:
     close_chance: float
     num_tenants: int
     acceptance: float  # of a drafted node
-    drafts: bool
+    drafting: str  # "none", "all" that is proposed is verified, "budget"
 
     @classmethod
     def draw(cls, rng: random.Random) -> Traits:
@@ -75,7 +73,7 @@ class Traits:
             close_chance=rng.choice([0.0, 0.1]),
             num_tenants=rng.choice([1, 1, 2, 5]),
             acceptance=rng.choice([0.0, 0.3, 0.7, 1.0]),
-            drafts=rng.random() < 0.6,
+            drafting=rng.choice(["none", "all", "all", "budget"]),
         )
 
 
@@ -109,6 +107,9 @@ class Simulation:
         # From the least in which anything runs to several times what runs at once.
         num_pages = 3 + rng.choice([4, 12, 40, 150]) * 16 // self.page_size
         num_rows = rng.choice([2, 3, 6, 30]) + (self.max_running if rng.random() < 0.5 else 0)
+        self.speculation = rng.choice(
+            [SpeculationConfig(1, 1, 1), SpeculationConfig(3, 2, 6), SpeculationConfig(7, 3, 9)]
+        )
         self.cache = self._make_cache(num_pages, num_rows)
         self.config = SchedulerConfig(
             max_running=self.max_running,
@@ -118,8 +119,13 @@ class Simulation:
             decode_reserve_tokens=rng.choice([0, 0, 8, 64]),
             max_bypassed=rng.choice([0, 2, 32]),
             min_shared_tokens=rng.choice([4, 32]),
+            tree_grant=self._fixed_grant(),
         )
-        self.scheduler = Scheduler(self.cache, self.config, clock=lambda: self.now_s)
+        budget = None
+        if self.traits.drafting == "budget":
+            budget = TreeBudget(self.speculation, StepCost(), AcceptanceStatistics(), max_nodes=rng.choice([4, 64]))
+        self.scheduler = Scheduler(self.cache, self.config, clock=lambda: self.now_s, budget=budget)
+        self.pools = Pools()
         self.submitted: dict[str, Submitted] = {}
         self.histories: list[list[int]] = []
         self.fails_next = False
@@ -127,8 +133,29 @@ class Simulation:
     def _make_cache(self, num_pages: int, num_rows: int) -> CacheManager:
         kv = KVSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32") if self.has_pages else None
         state = StateSpec((StatePart("ssm", 1, (4, 4), "float32"),)) if self.has_state else None
-        spec = CacheSpec(page_size=self.page_size, kv=kv, state=state)
-        return CacheManager(spec, num_pages=num_pages, num_state_rows=num_rows, clock=lambda: self.now_s)
+        history = None
+        if state is not None and self.traits.drafting != "none":
+            capacity = 1 + self.speculation.max_draft_len  # the least that holds a whole path
+            history = HistorySpec(self.rng.choice([capacity, capacity + 1, 16, 32]), state.parts)
+        spec = CacheSpec(page_size=self.page_size, kv=kv, state=state, history=history)
+        return CacheManager(
+            spec,
+            num_pages=num_pages,
+            num_state_rows=num_rows,
+            num_history_slots=self.max_running,
+            clock=lambda: self.now_s,
+        )
+
+    def _fixed_grant(self) -> TreeGrant | None:
+        if self.traits.drafting != "all":
+            return None
+        limits = self.speculation
+        return TreeGrant(
+            num_nodes=limits.max_total_draft_tokens * self.max_running,
+            max_nodes_per_request=limits.max_total_draft_tokens,
+            max_depth=limits.max_draft_len,
+            max_children=limits.dynamic_tree_max_topk,
+        )
 
     def run(self) -> None:
         """Raises Fault, or AssertionError of the cache's own check."""
@@ -232,26 +259,32 @@ class Simulation:
         rows = [item.state_row for item in plan.items if item.state_row is not None]
         rows += [row for item in plan.items for _, row in item.exports]
         require(len(rows) == len(set(rows)), "a state row is written by two")
+        if self.cache.has_history:
+            slots = [item.replay.slot for item in plan.items if item.replay is not None]
+            require(len(slots) == len(set(slots)), "a history slot is written by two")
+        for item in plan.items:
+            reached = item.start + len(item.token_ids) + (item.draft.depth if item.draft is not None else 0)
+            is_covered = not self.has_pages or len(item.page_ids) * self.page_size >= reached
+            require(is_covered, f"{item.request_id} may accept more than its pages hold")
 
     def _compute(self, plan: StepPlan) -> StepOutput:
         tokens: dict[str, tuple[SampledToken, ...]] = {}
         accepted: dict[str, tuple[int, ...]] = {}
         drafts: dict[str, DraftTree] = {}
+        self.pools.prepare(plan)
         for item in plan.items:
+            path = self._accepted(item.draft)
+            own = [item.draft.token_ids[node] for node in path] if item.draft is not None else []
+            self.pools.compute(item, self.submitted[item.request_id].request.token_ids, own)
             if item.sampling is None:
                 continue
-            path = self._accepted(item.draft)
             if item.draft is not None:
                 accepted[item.request_id] = path
-            own = [item.draft.token_ids[node] for node in path] if item.draft is not None else []
-            tokens[item.request_id] = tuple(SampledToken(token) for token in (*own, self._token(item)))
+            tokens[item.request_id] = tuple(SampledToken(token) for token in (*own, self.rng.randrange(VOCAB_SIZE)))
             if plan.tree_grant is not None:
                 drafts[item.request_id] = self._draft(plan.tree_grant)
         self.now_s += 0.01 + 1e-4 * plan.num_tokens
         return StepOutput(tokens=tokens, duration_s=0.01, accepted=accepted, drafts=drafts)
-
-    def _token(self, item: StepItem) -> int:
-        return self.rng.randrange(VOCAB_SIZE)
 
     def _accepted(self, draft: DraftTree | None) -> tuple[int, ...]:
         """A random path of right nodes."""
@@ -334,6 +367,8 @@ def run_chunk(first: int, count: int) -> Counter[str]:
         found["steps"] += simulation.num_steps
         found["tokens"] += simulation.num_tokens
         found["suspensions"] += stats.num_suspensions
+        found["verified nodes"] += sum(one.request.num_draft_nodes for one in simulation.submitted.values())
+        found["accepted nodes"] += sum(one.request.num_accepted_nodes for one in simulation.submitted.values())
         found["bypasses"] += stats.num_bypasses
         found["conversations"] += len(simulation.histories)
         for one in simulation.submitted.values():

@@ -5,9 +5,10 @@ TURNKEEP_SIMULATED_WORKLOADS sets how many; `python -m benchmarks.admission_simu
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,21 +25,17 @@ NUM_WORKLOADS = int(os.environ.get("TURNKEEP_SIMULATED_WORKLOADS", "120"))
 
 
 @pytest.fixture(scope="module")
-def simulation() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "admission_simulation.py"
-    spec = importlib.util.spec_from_file_location("admission_simulation", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def simulation() -> Iterator[ModuleType]:
+    root = str(Path(__file__).parents[2])
+    sys.path.append(root)
+    yield importlib.import_module("benchmarks.admission_simulation")
+    sys.path.remove(root)
 
 
 def test_in_random_workloads_every_request_ends_and_nothing_is_lost(simulation: ModuleType) -> None:
     found = simulation.run_chunk(0, NUM_WORKLOADS)
     assert found["workloads"] == NUM_WORKLOADS
-    for kind in ("length", "stop", "abort", "refused", "error", "suspensions", "bypasses"):
+    for kind in ("length", "stop", "abort", "refused", "error", "suspensions", "bypasses", "accepted nodes"):
         assert found[kind] > 0, f"the workloads never lead to {kind}"
 
 
@@ -82,12 +79,36 @@ def _lets_everybody_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "admit", unfair)
 
 
+def _forgets_a_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CacheManager, "drain_folds", lambda self: ())
+
+
+def _takes_the_row_on_past_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The history is left as it was when a tree was verified: its accepted tokens are lost."""
+    history_room = CacheManager.history_room
+
+    def shorter(self: CacheManager, seq: Any, num_tokens: int) -> tuple[int, int]:
+        slot, length = history_room(self, seq, num_tokens)
+        return slot, max(length - 1, 0)
+
+    monkeypatch.setattr(CacheManager, "history_room", shorter)
+
+
 def _admits_what_never_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Request, "max_computed_tokens", property(lambda self: self.num_prompt_tokens))
 
 
 @pytest.mark.parametrize(
-    "break_it", [_loses_a_token, _keeps_a_row, _suspends_the_oldest, _lets_everybody_pass, _admits_what_never_fits]
+    "break_it",
+    [
+        _loses_a_token,
+        _keeps_a_row,
+        _suspends_the_oldest,
+        _lets_everybody_pass,
+        _forgets_a_fold,
+        _takes_the_row_on_past_its_history,
+        _admits_what_never_fits,
+    ],
 )
 def test_the_simulation_notices_a_broken_scheduler(
     simulation: ModuleType, monkeypatch: pytest.MonkeyPatch, break_it: Any
