@@ -162,7 +162,7 @@ def assemble(
     drafter = make_drafter(storage.tensors) if make_drafter is not None else None
     threads = decode_threads(model, config.num_threads)
     runner = ModelRunner(model, storage, config.page_size, matchers, threads, drafter)
-    # Folds that are planned for rows come before anything is read from or written to them.
+    # A row's planned fold comes before anything else that reads or writes it.
     content = TensorPoolContent(storage.tensors, settle=lambda: runner.fold(cache.drain_folds()))
     tiers = build_tiers(spec, config.cache, content, fingerprint, sizes.num_bytes)
     cost = PrefillCost()
@@ -186,13 +186,26 @@ def assemble(
     )
     scheduler = Scheduler(cache, limits, cost=cost, budget=budget)
     loop = EngineLoop(scheduler, runner, outbox)
+    resource = f"{sizes.limiting_resource}; {tiers.summary}"
+    log.info("%s in %s; %s", model_name, dtype, resource)
     notices = [*sizes.notices, *speculation.notices, *tiers.notices]
+    return loop, _ready(model_name, model_config, config, sizes, resource, notices)
+
+
+def _ready(
+    model_name: str,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    sizes: PoolSizes,
+    resource: str,
+    notices: list[str],
+) -> Ready:
+    """Tells what the engine is; what should not be missed is said here, once."""
     if not config.cache.prefix_caching:
         notices.append("prefix caching is off: every turn is computed anew")
-    log.info("%s in %s; %s; %s", model_name, dtype, sizes.limiting_resource, tiers.summary)
     for notice in notices:
         log.warning("%s", notice)
-    ready = Ready(
+    return Ready(
         model_name=model_name,
         vocab_size=model_config.vocab_size,
         max_model_len=sizes.max_model_len,
@@ -200,7 +213,6 @@ def assemble(
         num_pages=sizes.num_pages,
         num_state_rows=sizes.num_state_rows,
         max_running=sizes.max_running,
-        limiting_resource=f"{sizes.limiting_resource}; {tiers.summary}",
+        limiting_resource=resource,
         notices=notices,
     )
-    return loop, ready
