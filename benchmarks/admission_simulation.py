@@ -34,7 +34,7 @@ from turnkeep.scheduler.events import Admitted, Finished, TokenOut
 from turnkeep.scheduler.request import Request, SamplingParams
 from turnkeep.scheduler.scheduler import Scheduler
 from turnkeep.scheduler.speculation_config import SpeculationConfig
-from turnkeep.scheduler.step_plan import SampledToken, StepItem, StepOutput, StepPlan
+from turnkeep.scheduler.step_plan import SampledToken, StepOutput, StepPlan
 from turnkeep.scheduler.tree_budget import TreeBudget
 
 VOCAB_SIZE = 50
