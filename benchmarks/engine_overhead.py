@@ -74,13 +74,14 @@ class BareModel:
 
 
 def run_engine(loop: Any, request_id: str, prompt: list[int], num_tokens: int) -> None:
+    from turnkeep.cache.encoded_tokens import EncodedTokens
     from turnkeep.engine.messages import Submit
     from turnkeep.scheduler.request import SamplingParams
 
     loop.receive(
         Submit(
             request_id=request_id,
-            prompt_ids=prompt,
+            prompt_ids=EncodedTokens(prompt),
             sampling=SamplingParams(max_new_tokens=num_tokens, ignore_eos=True),
         )
     )

@@ -43,6 +43,7 @@ class Desk:
 
     def send(self, dialogue: Dialogue) -> None:
         from turnkeep.cache.boundary import Boundary
+        from turnkeep.cache.encoded_tokens import EncodedTokens
         from turnkeep.engine.messages import Submit
         from turnkeep.scheduler.request import SamplingParams
 
@@ -55,7 +56,7 @@ class Desk:
         self.loop.receive(
             Submit(
                 request_id=dialogue.request_id,
-                prompt_ids=dialogue.token_ids,
+                prompt_ids=EncodedTokens(dialogue.token_ids),
                 sampling=SamplingParams(max_new_tokens=self.max_new_tokens, ignore_eos=True),
                 boundaries=(Boundary(len(dialogue.token_ids), "turn_start"),),
                 conversation_id=dialogue.conversation_id,

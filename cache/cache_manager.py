@@ -18,9 +18,9 @@ from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.conservation import check_conservation
 from turnkeep.cache.conversation_leaves import ConversationLeaves
 from turnkeep.cache.copies import HistoryFold, PageCopy, RowCopy
+from turnkeep.cache.encoded_tokens import TokenIds, encode_tokens
 from turnkeep.cache.eviction import EvictionPolicy, TurnObserver
 from turnkeep.cache.opening import Opener
-from turnkeep.cache.page_node import TokenIds, encode_tokens
 from turnkeep.cache.page_pool import PagePool
 from turnkeep.cache.pending_copies import PendingCopies
 from turnkeep.cache.policies import make_policy
@@ -114,7 +114,11 @@ class CacheManager:
         """
         if not self.prefix_caching:
             return self.cold_match(cache_root, token_ids)
-        return self._search.find(cache_root, token_ids, encode_tokens(token_ids))
+        encoded = encode_tokens(token_ids)
+        known = None
+        if conversation_id is not None:
+            known = self._leaves.find((cache_root, conversation_id), encoded, len(token_ids) - 1)
+        return self._search.find(cache_root, token_ids, encoded, known)
 
     def cold_match(self, cache_root: str, token_ids: TokenIds) -> PrefixMatch:
         """A match that reuses nothing.
@@ -264,10 +268,9 @@ class CacheManager:
         if keep_turn_end and seq.branch is not None and seq.num_computed_tokens > 0:
             self._replay.fold(seq)
             handle = self._snapshots.finish(seq, token_ids)
-        elif seq.conversation is not None and not self.has_state and self.prefix_caching:
-            self._leaves.finished(seq.conversation, seq.tail or seq.path)
         if self.tiers is not None and not self.has_state:
             self.tiers.offloader.turn_ended(seq.conversation, seq.path)
+        self._remember_leaf(seq)
         self.close(seq)
         return handle
 
@@ -282,6 +285,7 @@ class CacheManager:
         if seq.branch is not None and seq.num_computed_tokens > 0:
             self._replay.fold(seq)
             self._snapshots.suspend(seq, token_ids)
+        self._remember_leaf(seq)
         self.close(seq)
 
     def close(self, seq: SequenceCache) -> None:
@@ -365,6 +369,11 @@ class CacheManager:
         if self._observer is not None:
             return self._observer.arrived(seq, match, seq.conversation)
         return () if match.branch_position is None else (Boundary(match.branch_position, "branch"),)
+
+    def _remember_leaf(self, seq: SequenceCache) -> None:
+        """The conversation's next prompt is looked for here first."""
+        if seq.conversation is not None and self.prefix_caching:
+            self._leaves.finished(seq.conversation, seq)
 
     def _require_open(self, seq: SequenceCache) -> None:
         if seq.is_closed:

@@ -16,7 +16,8 @@ of both are the same: keys and values depend on the tokens alone.
 from __future__ import annotations
 
 from turnkeep.cache.boundary import BoundaryKind
-from turnkeep.cache.page_node import TOKEN_BYTES, PageNode, TokenIds, encode_tokens
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES, TokenIds, encode_tokens
+from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.sequence_cache import SequenceCache
 from turnkeep.cache.snapshot import PRIVATE_KINDS, Snapshot

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from turnkeep.cache.page_node import TOKEN_BYTES, PageNode, RootNode
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
+from turnkeep.cache.page_node import PageNode, RootNode
 from turnkeep.cache.pending_copies import PendingCopies
 from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.retention import Retention

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 from turnkeep.cache.eviction import Evictable, LRUPolicy, Need
 from turnkeep.cache.lines import Line, Trunk
-from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
+from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.prefix_history import Mark
 from turnkeep.cache.snapshot import Snapshot

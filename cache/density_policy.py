@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.density import DensityOrder, Record
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 from turnkeep.cache.eviction import Evictable, Need
 from turnkeep.cache.lines import ConversationKey, Line, LineRegistry, ResumeChance, Trunk
-from turnkeep.cache.page_node import TOKEN_BYTES
 from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.prefix_history import Mark, MarkIndex, PagePrefixes, PrefixHistory
 from turnkeep.cache.prefix_match import MIN_BRANCH_TOKENS, PrefixMatch

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
+from turnkeep.cache.page_node import PageNode
 
 MAX_SUFFIXES = 4  # per page: a page rarely holds more snapshots
 
@@ -29,7 +30,7 @@ class EvictionMemory:
         if len(self._suffixes) > self._max_pages:
             self._suffixes.popitem(last=False)
 
-    def deepest(self, node_digest: int, encoded: bytes, start: int, limit: int) -> int:
+    def deepest(self, node_digest: int, encoded: bytes | bytearray, start: int, limit: int) -> int:
         """Deepest remembered position in (start, limit] of a prompt, 0 if none.
 
         node_digest: digest of the prompt's first `start` tokens, a whole number of pages. O(pages after `start`).
@@ -38,7 +39,7 @@ class EvictionMemory:
             return 0
         deepest, digest, width = 0, node_digest, self._page_bytes
         for offset in range(start * TOKEN_BYTES, limit * TOKEN_BYTES, width):
-            page = encoded[offset : offset + width]
+            page = bytes(encoded[offset : offset + width])
             for suffix in self._suffixes.get(digest, ()):
                 end = offset + len(suffix)
                 if end <= limit * TOKEN_BYTES and page.startswith(suffix):

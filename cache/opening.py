@@ -5,7 +5,8 @@ The one place where a match becomes pins, pages and a live row.
 
 from __future__ import annotations
 
-from turnkeep.cache.page_node import PageNode, TokenIds
+from turnkeep.cache.encoded_tokens import TokenIds
+from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.pending_copies import PendingCopies
 from turnkeep.cache.prefix_match import PrefixMatch, PrefixSearch
 from turnkeep.cache.reclaim import Reclaimer
@@ -44,7 +45,12 @@ class Opener:
             match = self._search.refreshed(match, match.token_ids)
             if match.snapshot is not None and match.snapshot.num_pins == 0:
                 num_rows += 1  # counted as evictable now, pinned by then
-            num_pages += self._num_unpinned(match.tail or match.path)
+            last = match.tail or match.path
+            # Seldom so short of pages that those which the match holds on to would have to be counted.
+            num_path_pages = 0 if last is None else -(-last.end // self._page_size)
+            if self._reclaimer.can_make_room(num_pages + num_path_pages, num_rows):
+                return True
+            num_pages += self._num_unpinned(last)
         return self._reclaimer.can_make_room(num_pages, num_rows)
 
     def open(self, match: PrefixMatch, token_ids: TokenIds) -> tuple[SequenceCache, PrefixMatch] | None:
@@ -69,7 +75,7 @@ class Opener:
             self._tree.pin(match.tail)
         reclaimer.make_room(num_copies, 1)
         self._take_row(seq)
-        self._take_pages(seq, match.tail, is_adopted=is_adopted)
+        self._take_pages(seq, match, is_adopted=is_adopted)
         self._count(match)
         return seq, match
 
@@ -81,12 +87,11 @@ class Opener:
             self._copies.copy_row(seq, seq.resumed_from, seq.state_row)
             self._counters.num_row_copies += 1
 
-    def _take_pages(self, seq: SequenceCache, tail: PageNode | None, *, is_adopted: bool) -> None:
-        """Fill the page table; `tail` comes with a pin that adoption keeps."""
-        has_pages = self._reclaimer.has_pages
+    def _take_pages(self, seq: SequenceCache, match: PrefixMatch, *, is_adopted: bool) -> None:
+        """Fill the page table; the tail comes with a pin that adoption keeps."""
+        has_pages, tail = self._reclaimer.has_pages, match.tail
         if has_pages:
-            seq.append_pages(seq.path.page_path())
-            self._reclaimer.pages.retain_all(seq.page_ids)
+            self._share_path(seq, match)
         if tail is not None and is_adopted:
             tail.writer = seq
             seq.tail = tail
@@ -103,6 +108,16 @@ class Opener:
             self._reclaimer.release(tail)
         if has_pages:
             seq.capacity_tokens = seq.num_pages * self._page_size
+
+    def _share_path(self, seq: SequenceCache, match: PrefixMatch) -> None:
+        num_pages = seq.path.end // self._page_size
+        num_known = 0
+        if match.known_pages is not None:
+            known = match.known_pages[:num_pages]
+            num_known = len(known)
+            seq.append_pages(known)
+        seq.append_pages(seq.path.page_path(num_known * self._page_size))
+        self._reclaimer.pages.retain_all(seq.page_ids)
 
     def _num_unpinned(self, node: PageNode | None) -> int:
         """Nodes from here up that could be evicted now."""

@@ -1,34 +1,17 @@
 """A page of the prefix tree: its tokens, its place, the snapshots that stand inside it, and what keeps it there.
 
-Tokens are encoded as big-endian 32-bit integers, so that the order of the bytes is the order of the tokens and a
-common prefix of bytes is a common prefix of tokens. Structure only; PrefixTree changes it.
+Its key is those tokens in bytes (encoded_tokens.py). Structure only; PrefixTree changes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from turnkeep.cache.sequence_cache import SequenceCache
     from turnkeep.cache.snapshot import Snapshot
-
-TOKEN_BYTES = 4
-TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
-
-
-def encode_tokens(token_ids: TokenIds) -> bytes:
-    """Tree key of some tokens, TOKEN_BYTES each.
-
-    Raises ValueError for ids that are negative or do not fit in 32 bits: wrapped around, they would match others.
-    """
-    array = np.asarray(token_ids, dtype=np.int64)
-    if array.size and (int(array.min()) < 0 or int(array.max()) >= 1 << 32):
-        raise ValueError("token ids must lie in [0, 2**32)")
-    return array.astype(">u4").tobytes()
 
 
 class PageNode:
@@ -86,11 +69,11 @@ class PageNode:
         """Key of the tokens of this page before `position`."""
         return self.key[: (position - self.start) * TOKEN_BYTES]
 
-    def page_path(self) -> list[int]:
-        """Pages from the root down to this node."""
+    def page_path(self, start: int = 0) -> list[int]:
+        """Pages of the path down to this node, those of tokens from `start` on (a page's first)."""
         pages: list[int] = []
         node = self
-        while node.parent is not None:
+        while node.parent is not None and node.start >= start:
             pages.append(node.page)
             node = node.parent
         pages.reverse()

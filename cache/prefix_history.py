@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
+from turnkeep.cache.page_node import PageNode
 
 Value = TypeVar("Value")
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from turnkeep.cache.conversation_leaves import KnownPath
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES, TokenIds, encode_tokens
 from turnkeep.cache.eviction_memory import EvictionMemory
-from turnkeep.cache.page_node import TOKEN_BYTES, PageNode, TokenIds, encode_tokens
+from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.prefix_tree import PrefixTree
 from turnkeep.cache.snapshot import Snapshot
 
@@ -24,7 +29,7 @@ class PrefixMatch:
 
     cache_root: str
     token_ids: TokenIds  # the caller's own object
-    encoded: bytes
+    encoded: bytes | bytearray
     num_tokens: int = 0  # computation starts here
     num_matched_tokens: int = 0  # what the pages alone match
     num_evicted_tokens: int = 0  # deepest position known to have been usable until it was evicted; 0: none known
@@ -32,6 +37,7 @@ class PrefixMatch:
     snapshot: Snapshot | None = None
     path: PageNode | None = None
     tail: PageNode | None = None
+    known_pages: npt.NDArray[np.int32] | None = None  # the first pages of the path, where they are at hand
 
     @property
     def num_lost_tokens(self) -> int:
@@ -75,15 +81,20 @@ class PrefixSearch:
         self._memory = memory
         self._needs_snapshot = needs_snapshot
 
-    def find(self, cache_root: str, token_ids: TokenIds, encoded: bytes) -> PrefixMatch:
-        """O(prompt): one dictionary look-up per page, one bisection, one walk up to the deepest snapshot."""
+    def find(
+        self, cache_root: str, token_ids: TokenIds, encoded: bytes | bytearray, known: KnownPath | None = None
+    ) -> PrefixMatch:
+        """O(prompt): one dictionary look-up per page, one bisection, one walk up to the deepest snapshot.
+
+        known: a place on the prompt's path; only the pages after it are looked up.
+        """
         limit = max(len(encoded) // TOKEN_BYTES - 1, 0)
         root = self._tree.roots.get(cache_root)
         if root is None:
             num_evicted = self._memory.deepest(hash(cache_root), encoded, 0, limit)
             return PrefixMatch(cache_root, token_ids, encoded, num_evicted_tokens=num_evicted)
-        node = self._tree.descend(root, encoded, limit)
-        rest = encoded[node.end * TOKEN_BYTES : min(limit, node.end + self._tree.page_size) * TOKEN_BYTES]
+        node = self._tree.descend(root if known is None else known.node, encoded, limit)
+        rest = bytes(encoded[node.end * TOKEN_BYTES : min(limit, node.end + self._tree.page_size) * TOKEN_BYTES])
         tail, num_common = self._tree.closest_child(node, rest)
         num_matched = num_tokens = node.end + num_common
         snapshot: Snapshot | None = None
@@ -103,6 +114,7 @@ class PrefixSearch:
             snapshot=snapshot,
             path=path,
             tail=tail,
+            known_pages=None if known is None else known.page_ids,
         )
 
     def refreshed(self, match: PrefixMatch, token_ids: TokenIds) -> PrefixMatch:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Protocol
 
-from turnkeep.cache.page_node import TOKEN_BYTES, PageNode, RootNode
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
+from turnkeep.cache.page_node import PageNode, RootNode
 from turnkeep.cache.page_pool import PagePool
 from turnkeep.cache.snapshot import Snapshot
 
@@ -76,9 +77,9 @@ class PrefixTree:
             return node.children[node.order[index]]
         return None
 
-    def deepest_snapshot(self, node: PageNode, encoded: bytes, limit: int) -> Snapshot | None:
+    def deepest_snapshot(self, node: PageNode, encoded: bytes | bytearray, limit: int) -> Snapshot | None:
         """The deepest snapshot at most at `limit` on the prompt's path; `node` is where `descend` ended."""
-        rest = encoded[node.end * TOKEN_BYTES : min(limit, node.end + self.page_size) * TOKEN_BYTES]
+        rest = bytes(encoded[node.end * TOKEN_BYTES : min(limit, node.end + self.page_size) * TOKEN_BYTES])
         found = _longest_suffix(node.suffixes, rest)
         while found is None and node.parent is not None:
             found = _longest_suffix(node.parent.suffixes, node.key)
@@ -167,33 +168,38 @@ class PrefixTree:
 
     def pin(self, node: PageNode) -> None:
         """Keep a node, and with it its path, in the tree. O(nodes that were not pinned before)."""
-        while True:
-            node.num_pins += 1
-            if node.num_pins > 1 or node.parent is None:
-                return
-            self.num_pinned += 1
-            node.is_superseded = False
-            if not node.children:
-                self._observer.leaf_taken(node)
-            node = node.parent
+        if not node.num_pins and not node.children and node.parent is not None:
+            self._observer.leaf_taken(node)
+        above: PageNode | None = node
+        num_new = -1
+        while above is not None:  # all that opening a long conversation does page by page
+            num_new += 1
+            num_pins = above.num_pins
+            above.num_pins = num_pins + 1
+            if num_pins:
+                break
+            above = above.parent
+        self.num_pinned += num_new
 
     def unpin(self, node: PageNode, now_s: float) -> None:
         """Give back one pin. The node may have been absorbed since."""
         while node.absorbed_into is not None:
             node = node.absorbed_into
         node.last_used_s = now_s
-        while True:
-            node.num_pins -= 1
-            assert node.num_pins >= 0
-            if node.num_pins:
-                return
-            if node.parent is not None:
-                self.num_pinned -= 1
-            if not node.children:
-                self._became_free(node)
-            if node.parent is None:
-                return
-            node = node.parent
+        above: PageNode | None = node
+        num_freed = -1
+        while above is not None:
+            num_freed += 1
+            num_pins = above.num_pins - 1
+            above.num_pins = num_pins
+            if num_pins:
+                assert num_pins > 0
+                break
+            above.is_superseded = False
+            above = above.parent
+        self.num_pinned -= num_freed
+        if not node.num_pins and not node.children:  # no node above is without children
+            self._became_free(node)
 
     def _became_free(self, node: PageNode) -> None:
         if isinstance(node, RootNode):

@@ -63,7 +63,7 @@ class SequenceCache:
         """[num_pages] int32 view: the pages of positions [0, capacity_tokens)."""
         return self.table[: self.num_pages]
 
-    def append_pages(self, page_ids: list[int]) -> None:
+    def append_pages(self, page_ids: list[int] | npt.NDArray[np.int32]) -> None:
         """Extend the table; a view taken before keeps showing the old pages."""
         end = self.num_pages + len(page_ids)
         if end > len(self.table):

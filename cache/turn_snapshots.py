@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.commit import Committer
+from turnkeep.cache.encoded_tokens import TokenIds
 from turnkeep.cache.eviction import TurnObserver
-from turnkeep.cache.page_node import TokenIds
 from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.retention import Retention, TurnHandle
 from turnkeep.cache.sequence_cache import Export, SequenceCache

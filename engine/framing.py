@@ -7,16 +7,32 @@ that a whole step costs one system call and one decode.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.engine.messages import FromEngine, ToEngine
 
 HEADER_BYTES = 4
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
+
+def _encode_tokens(value: Any) -> bytearray:
+    """A long prompt crosses the line as it lies in memory."""
+    if isinstance(value, EncodedTokens):
+        return value.encoded
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _decode_tokens(kind: type, value: Any) -> Any:
+    if kind is EncodedTokens and isinstance(value, bytes):
+        return EncodedTokens.from_bytes(value)
+    raise TypeError(f"{type(value).__name__} where {kind.__name__} is expected")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_tokens)
+_to_engine_decoder = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_tokens)
 _from_engine_decoder = msgspec.msgpack.Decoder(list[FromEngine])
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.engine.messages import (
     Abort,
     Admitted,
@@ -134,7 +135,7 @@ class EngineLoop:
             self._scheduler.submit(
                 Request(
                     request_id=message.request_id,
-                    token_ids=list(message.prompt_ids),
+                    token_ids=EncodedTokens(message.prompt_ids),
                     num_prompt_tokens=len(message.prompt_ids),
                     boundaries=message.boundaries,
                     sampling=message.sampling,

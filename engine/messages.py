@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from turnkeep.cache.boundary import Boundary
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.scheduler.request import FinishReason, SamplingParams
 
 
@@ -15,7 +16,7 @@ class Submit(msgspec.Struct, tag="submit", kw_only=True, omit_defaults=True):
     """Start a request. boundaries: trunk and turn_start positions within prompt_ids, ascending."""
 
     request_id: str
-    prompt_ids: list[int]
+    prompt_ids: EncodedTokens
     sampling: SamplingParams
     boundaries: tuple[Boundary, ...] = ()
     conversation_id: str | None = None

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from turnkeep.scheduler.cold_prefixes import ColdPrefixes
 from turnkeep.scheduler.config import SchedulerConfig
 from turnkeep.scheduler.request import Request
@@ -58,9 +56,13 @@ class Admission:
         vocab_size = self._config.vocab_size
         if vocab_size is None:
             return None
-        for name, ids in (("prompt", request.token_ids), ("logit_bias", request.sampling.logit_bias)):
-            if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-                return f"{name}: token id {min(ids) if min(ids) < 0 else max(ids)} is not in [0, {vocab_size})"
+        limits = {"prompt": (0, request.token_ids.largest())}
+        biased = request.sampling.logit_bias
+        if biased:
+            limits["logit_bias"] = (min(biased), max(biased))
+        for name, (smallest, largest) in limits.items():
+            if smallest < 0 or largest >= vocab_size:
+                return f"{name}: token id {smallest if smallest < 0 else largest} is not in [0, {vocab_size})"
         return None
 
     def admit(self, running: list[Request]) -> list[Request]:
@@ -103,10 +105,7 @@ class Admission:
         self, request: Request, prefilling: Sequence[Request], reserved_pages: int, is_alone: bool
     ) -> Verdict:
         cache = self._cache
-        # One conversion of a long prompt, however often it is tried.
-        if request.known_ids is None:
-            request.known_ids = np.asarray(request.token_ids, dtype=np.int64)
-        match = cache.match(request.cache_root, request.known_ids, request.conversation_id)
+        match = cache.match(request.cache_root, request.token_ids, request.conversation_id)
         if self._waits_for_prefix(request, match.num_tokens, prefilling):
             return "waits_for_prefix"
         improved = self._cold_prefixes.improved(request, match)
@@ -117,7 +116,7 @@ class Admission:
         if self._open(request, match, reserved_pages):
             return "admitted"
         # With nothing running everything can be evicted but what the match itself would hold on to.
-        if is_alone and self._open(request, cache.cold_match(request.cache_root, request.known_ids), reserved_pages):
+        if is_alone and self._open(request, cache.cold_match(request.cache_root, request.token_ids), reserved_pages):
             return "admitted"
         return "blocked"
 
@@ -127,15 +126,13 @@ class Admission:
         num_pages = cache.num_new_pages(match, self._likely_tokens(request))
         if not cache.can_provide(num_pages + reserved_pages, int(cache.has_state), match):
             return False
-        assert request.known_ids is not None
-        sequence = cache.open(match, request.known_ids, conversation_id=request.conversation_id)
+        sequence = cache.open(match, request.token_ids, conversation_id=request.conversation_id)
         if sequence is None:
             return False
         if not cache.grow(sequence, len(request.token_ids)):
             cache.close(sequence)
             return False
         request.cache = sequence
-        request.known_ids = None
         if request.admitted_s is None:
             request.num_cached_tokens = sequence.num_computed_tokens
             request.num_matched_tokens = max(match.num_matched_tokens, sequence.num_computed_tokens)
@@ -170,7 +167,7 @@ class Admission:
             # A match leaves at least the last token to be computed.
             if position >= len(request.token_ids):
                 return False
-            return leader.token_ids[:position] == request.token_ids[:position]
+            return leader.token_ids.starts_alike(request.token_ids, position)
         return False
 
     def _likely_tokens(self, request: Request) -> int:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from turnkeep.cache.boundary import Boundary
+from turnkeep.cache.encoded_tokens import EncodedTokens
 
 if TYPE_CHECKING:
     from turnkeep.cache.sequence_cache import SequenceCache
@@ -51,7 +50,7 @@ class Request:
     """The live object; it never leaves the engine. Compared by identity."""
 
     request_id: str
-    token_ids: list[int]  # known tokens: the prompt, then what was generated
+    token_ids: EncodedTokens  # known tokens: the prompt, then what was generated
     num_prompt_tokens: int
     boundaries: tuple[Boundary, ...]
     sampling: SamplingParams
@@ -77,7 +76,6 @@ class Request:
     num_bypassed: int = 0  # admissions of later requests while this one did not fit
     num_prefix_waits: int = 0  # requests whose prefill of a shared prefix this one waited for
     prefix_leader_id: str | None = None  # the one it waits for now
-    known_ids: npt.NDArray[np.int64] | None = None  # token_ids as an array, made once while it waits
     finish_reason: FinishReason | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None

@@ -323,7 +323,7 @@ class Scheduler:
         return tokens, None
 
     def _append(self, request: Request, tokens: Sequence[SampledToken]) -> None:
-        request.token_ids += [token.token_id for token in tokens]
+        request.token_ids.extend([token.token_id for token in tokens])
         if tokens and request.first_token_s is None:
             request.first_token_s = self._clock()
         self._stats.num_generated_tokens += len(tokens)

@@ -123,7 +123,7 @@ class AnswerText:
             elif one.index > 0 and not self._parallel_tool_calls:
                 self._has_too_many_calls = True
             elif one.kind == "tool_call":
-                call_id = self._text_model.format.new_call_id()
+                call_id = one.call_id or self._text_model.format.new_call_id()
                 last.tool_calls.append(ToolCallDelta(one.index, id=call_id, name=one.text))
             else:
                 last.tool_calls.append(ToolCallDelta(one.index, arguments=one.text))

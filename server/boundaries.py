@@ -151,9 +151,13 @@ class BoundaryFinder:
         *,
         prompt: EncodedPrompt | None = None,
         now: float | None = None,
+        held: EncodedPrompt | None = None,
     ) -> int:
         """How many of engine_ids (prompt and sampled tokens) the next prompt repeats, if the client returns the answer
-        as it is and sends what the answer asks for: results of its tool calls, or a user message. 0 if unknown."""
+        as it is and sends what the answer asks for: results of its tool calls, or a user message. 0 if unknown.
+
+        held: engine_ids with their text, where they are remembered; the next prompt then gets these ids.
+        """
         try:
             if prompt is None:
                 prompt = self._encoder.encode(messages, tools=tools, template_kwargs=template_kwargs, now=now)
@@ -167,7 +171,7 @@ class BoundaryFinder:
             self.counters.num_failures += 1
             return 0
         marked = Guarded([], None, guard or guarded.guard)
-        ids = self._encoder.encode_after([prompt], text, marked, prompt.setting).token_ids
+        ids = self._encoder.encode_after([held or prompt], text, marked, prompt.setting).token_ids
         if ids and ids[-1] not in self._tokenizer.special_ids:
             ids = ids[: max(0, len(ids) - UNSURE_TOKENS)]
         stable = common_prefix_tokens(engine_ids, ids)

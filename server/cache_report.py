@@ -37,7 +37,8 @@ def cache_report(conversation: Conversation) -> dict[str, Any]:
 
 def turn_report(record: TurnRecord) -> dict[str, Any]:
     """One turn. lost.template counts tokens the engine holds and the prompt does not repeat; the other two are prompt
-    tokens that had been computed before and are computed again."""
+    tokens that had been computed before and are computed again. From token first_difference on, which belongs to
+    message first_different_message of the request, the prompt reads otherwise than what the engine holds."""
     return {
         "request_id": record.request_id,
         "ended_at": record.ended_s,
@@ -55,6 +56,7 @@ def turn_report(record: TurnRecord) -> dict[str, Any]:
             "no_snapshot": record.num_lost_no_snapshot,
         },
         "first_difference": record.first_difference,
+        "first_different_message": record.first_different_message,
         "finish_reason": record.finish_reason,
         "stable_tokens": record.stable_tokens,
         "ttft_s": record.ttft_s,

@@ -62,6 +62,7 @@ class ChatService:
     ) -> None:
         self.text_model = text_model
         self.metrics = metrics
+        metrics.register_texts(text_model)
         self.served_names = served_names or (text_model.name,)
         self.fingerprint = text_model.fingerprint
         self.conversations = ConversationTable(clock=clock)
@@ -118,11 +119,10 @@ class ChatService:
         if known is not None:
             self._expect(root, known.conversation_id)
         now = self._clock() if known is None else known.started_s
-        memory_key = None if known is None else f"{root}\0{tag.conversation_id}"
 
         def work() -> tuple[TurnRequest, Prompt]:
             request = to_turn(body, self.text_model.sampling_defaults, self._vocab_size())
-            return request, self.text_model.prepare(request, memory_key=memory_key, now=now)
+            return request, self.text_model.prepare(request, now=now, root=root, conversation_id=tag.conversation_id)
 
         request, prompt = await self.in_text_worker(work)
         return request, prompt, known, root
@@ -256,7 +256,7 @@ class ChatService:
         self._limits.charge(turn.tenant, len(output_ids) - finished.num_cached_tokens)
         self.metrics.count_finished(finished, choice.ended())
         if turn.conversation is not None and choice.index == 0:
-            turn.conversation.record_turn(
+            record = turn.conversation.record_turn(
                 request_id=choice.request_id,
                 prompt_ids=turn.prompt.encoded.token_ids,
                 output_ids=output_ids,
@@ -266,6 +266,10 @@ class ChatService:
                 stable_tokens=stable_tokens,
                 ttft_s=turn.time_to_first_token_s,
             )
+            if (position := record.first_difference) is not None:
+                record.first_different_message = await self.in_text_worker(
+                    lambda: self.text_model.message_at(turn.request, turn.prompt, position)
+                )
             if turn.is_last:
                 self.close_conversation(turn.conversation.root, turn.conversation.conversation_id)
 
@@ -279,7 +283,7 @@ class ChatService:
         self._num_requests += 1
         return Submit(
             request_id=f"turn-{self._num_requests}-{index}",
-            prompt_ids=prompt.encoded.token_ids,
+            prompt_ids=prompt.submitted,
             sampling=msgspec.structs.replace(
                 sampling,
                 max_new_tokens=min(sampling.max_new_tokens, room),

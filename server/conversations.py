@@ -133,12 +133,14 @@ def cache_root(tenant: str | None, cache_salt: str | None) -> str:
     return digest.hexdigest()[:32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TurnRecord:
     """The tokens of one turn. reused + no_snapshot + evicted + new = prompt; all but the reused are computed.
 
     num_held_tokens: what the engine had computed on this branch. Of these, template tokens are not repeated by the
-    prompt; from `first_difference` on the prompt reads differently (None: it repeats all).
+    prompt. From `first_difference` on the prompt reads differently than the branch it shares most with (None: it is
+    the first, or repeats all of it), which is in the message of index `first_different_message` (None: not known, or
+    behind all messages).
     """
 
     request_id: str
@@ -157,6 +159,7 @@ class TurnRecord:
     finish_reason: str
     stable_tokens: int | None = None
     ttft_s: float | None = None
+    first_different_message: int | None = None
 
 
 @dataclass(slots=True)
@@ -209,8 +212,11 @@ class Conversation:
     ) -> TurnRecord:
         """Account for a finished turn. Lengths as the engine reported them, in tokens."""
         prompt = array("i", prompt_ids)
-        branch, shared = self._continued_branch(prompt)
+        is_first = not self._branches
+        branch, nearest = self._continued_branch(prompt)
+        shared = nearest if branch is not None else 0
         num_held = len(branch.held) if branch is not None else 0
+        is_different = not is_first and nearest < len(prompt) and (branch is None or nearest < num_held)
         num_matched = max(num_matched_tokens, num_cached_tokens)
         # The last prompt token is always computed, so it is never lost.
         usable = min(shared, len(prompt) - 1) if prompt else 0
@@ -229,7 +235,7 @@ class Conversation:
             num_lost_template=num_held - shared if shared < len(prompt) else 0,
             num_lost_evicted=known - num_matched,
             num_lost_no_snapshot=num_matched - num_cached_tokens,
-            first_difference=shared if branch is not None and shared < min(num_held, len(prompt)) else None,
+            first_difference=nearest if is_different else None,
             finish_reason=finish_reason,
             stable_tokens=stable_tokens,
             ttft_s=ttft_s,
@@ -239,15 +245,16 @@ class Conversation:
         return record
 
     def _continued_branch(self, prompt: array[int]) -> tuple[_Branch | None, int]:
-        """The branch that shares most with a prompt. A prompt that shares only its beginning (less than half of the
-        branch and of itself: a side call with the same system text) starts a branch of its own."""
+        """The branch that shares most with a prompt, and how much that is. A prompt that shares only its beginning
+        (less than half of the branch and of itself: a side call with the same system text) starts a branch of its own:
+        None."""
         best, best_shared = None, 0
         for branch in self._branches:
             shared = common_prefix_tokens(branch.held, prompt)
             if shared > best_shared:
                 best, best_shared = branch, shared
         if best is None or 2 * best_shared < min(len(best.held), len(prompt)):
-            return None, 0
+            return None, best_shared
         return best, best_shared
 
     def _keep(self, branch: _Branch | None, number: int, prompt: array[int], output_ids: Sequence[int]) -> None:

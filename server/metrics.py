@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,6 +29,18 @@ ENGINE_GAUGES = {
     "turnkeep_requests_suspended": ("num_suspended", "Requests that gave their memory up and wait to go on."),
     "turnkeep_free_pages": ("num_free_pages", "Attention pages that hold nothing."),
     "turnkeep_free_state_rows": ("num_free_rows", "Recurrent state rows that hold nothing."),
+}
+
+# Counts of the text half: exported name -> (key, meaning).
+TEXT_COUNTERS = {
+    "turnkeep_spliced_answers": ("spliced", "Prompts that repeat an answer and got the ids that were sampled."),
+    "turnkeep_spliced_tokens": ("spliced_tokens", "Sampled ids that prompts got back."),
+    "turnkeep_changed_answers": ("changed", "Prompts that continue an answer which came back with another text."),
+    "turnkeep_unfit_answers": ("unfit", "Answers whose text and ids disagree on delimiters, so that none is spliced."),
+    "turnkeep_boundary_failures": ("boundary_failures", "Prompts in which no boundary could be found."),
+    "turnkeep_lost_cache_marks": ("lost_marks", "Clients' cache marks that the chat template does not print."),
+    "turnkeep_relaxed_prompts": ("relaxed", "Prompts that the chat template took only in a relaxed form."),
+    "turnkeep_prompts_without_cuts": ("without_cuts", "Texts in which text and ids disagree on delimiters."),
 }
 
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
@@ -58,6 +71,26 @@ class EngineTotals:
     def totals(self) -> dict[str, float]:
         names = sorted(self._finished.keys() | self._running.keys())
         return {name: self._finished.get(name, 0.0) + self._running.get(name, 0.0) for name in names}
+
+
+class TextCounters(Protocol):
+    """What the text half of a model counts; the names are the fields' without num_."""
+
+    def counts(self) -> dict[str, int]: ...
+
+
+class _TextCollector(Collector):
+    """Reads the counts of the text half when Prometheus asks."""
+
+    def __init__(self, texts: TextCounters) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (key, meaning) in TEXT_COUNTERS.items():
+            yield CounterMetricFamily(name, meaning, value=self._texts.counts()[key])
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
 
 
 class _EngineCollector(Collector):
@@ -118,6 +151,10 @@ class ServerMetrics:
         )
         self.request_s = histogram("request_duration_seconds", "From arrival to the end of the answer.", _LATENCY_S)
         self.queue_s = histogram("queue_time_seconds", "Waiting for admission in the engine.", _LATENCY_S)
+
+    def register_texts(self, texts: TextCounters) -> None:
+        """Export what the text half of the model counts."""
+        self.registry.register(_TextCollector(texts))
 
     def count_finished(self, finished: Finished, ended: ChoiceEnded | None) -> None:
         """One engine request ended; with an answer, the numbers are the ones that its usage shows."""

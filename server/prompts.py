@@ -1,14 +1,12 @@
 """Prompts of conversations: canonical messages rendered and encoded, cheaply for a conversation that comes back.
 
-Owns the guard (text in messages that spells a control token stays text) and the memory of earlier prompts (a returning
-conversation encodes only its new text). Knows no boundary and no request.
+Owns the guard (text in messages that spells a control token stays text) and the exact ids: where a prompt repeats the
+text of what the engine holds, it gets the ids that were used and sampled. Knows no boundary and no request.
 """
 
 from __future__ import annotations
 
 import bisect
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,14 +14,13 @@ from typing import Any
 from turnkeep.server.chat_messages import Message, TemplateError, relaxed_messages
 from turnkeep.server.chat_template import ChatTemplate
 from turnkeep.server.common_prefix import common_prefix_length
-from turnkeep.server.tokenizer import Tokenizer, replace_lone_surrogates
+from turnkeep.server.prompt_memory import MemoryKey, PromptMemory
+from turnkeep.server.tokenizer import Detokenizer, Tokenizer, replace_lone_surrogates
 
 # What an agent itself writes as tokens: in its own messages these strings mean what they say. Clients that know no
 # reasoning field send them back inside the content.
 AGENT_MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 GUARDS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))  # Unicode noncharacters: not for interchange
-PROMPTS_PER_KEY = 3
-RECENT_PROMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,11 @@ DEFAULT_SETTING = RenderSetting()
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
     """A prompt's text and tokens. Cut i is a delimiter token: it starts at character `cut_starts[i]`, ends at
-    `cut_ends[i]`, and `cut_tokens[i]` tokens stand before its end. The text still holds guard characters."""
+    `cut_ends[i]`, and `cut_tokens[i]` tokens stand before its end. The text still holds guard characters.
+
+    num_answer_tokens: so many tokens at its end were sampled (what the engine holds when a turn has ended).
+    num_spliced_tokens: so many of its tokens were sampled in the turn that it continues.
+    """
 
     text: str
     token_ids: list[int]
@@ -63,30 +64,47 @@ class EncodedPrompt:
     cut_ends: list[int] = field(repr=False)
     cut_tokens: list[int] = field(repr=False)
     num_reencoded_tokens: int = 0
+    num_answer_tokens: int = 0
+    num_answer_chars: int = 0
+    num_spliced_tokens: int = 0
+
+    @property
+    def num_asked_chars(self) -> int:
+        """Length of the prompt's text in what the engine holds."""
+        return len(self.text) - self.num_answer_chars
+
+    @property
+    def text_up_to_last_cut(self) -> str:
+        return self.text[: self.cut_starts[-1]] if self.cut_starts else self.text
 
     def num_cuts_within(self, num_chars: int) -> int:
         """How many delimiters end at or before a character position."""
         return bisect.bisect_right(self.cut_ends, num_chars)
 
 
-class PromptEncoder:
-    """Renders and encodes prompts of one model, remembering recent ones by a key (a conversation).
+@dataclass(slots=True)
+class SpliceCounters:
+    """Monotonic counts of turns that continue an answer."""
 
-    max_remembered_chars bounds the memory; forgetting costs time only. Safe to use from several threads.
+    num_spliced: int = 0  # the answer's text came back as far as its last delimiter, and got its sampled ids
+    num_spliced_tokens: int = 0
+    num_changed: int = 0  # it came back otherwise (a client or the template changed it), and was encoded anew
+    num_unfit: int = 0  # its text and its sampled ids disagree on where delimiters stand: never spliced
+
+
+class PromptEncoder:
+    """Renders and encodes prompts of one model, with what is remembered of their conversations.
+
+    Safe to use from several threads.
     """
 
-    def __init__(
-        self, template: ChatTemplate, tokenizer: Tokenizer, *, max_remembered_chars: int = 64 * 1024 * 1024
-    ) -> None:
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, *, memory: PromptMemory | None = None) -> None:
         self.template = template
         self.tokenizer = tokenizer
         self.num_relaxed = 0  # prompts whose messages the template took only in relaxed form
         self.num_without_cuts = 0  # prompts whose delimiters could not be found in the text (no reuse, no boundaries)
-        self._max_remembered_chars = max_remembered_chars
-        self._remembered: OrderedDict[str, list[EncodedPrompt]] = OrderedDict()
-        self._recent: list[EncodedPrompt] = []
-        self._num_remembered_chars = 0
-        self._lock = threading.Lock()
+        self.splices = SpliceCounters()
+        self._memory = PromptMemory() if memory is None else memory
 
     def encode(
         self,
@@ -95,10 +113,10 @@ class PromptEncoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         now: float | None = None,
-        memory_key: str | None = None,
+        key: MemoryKey | None = None,
         add_generation_prompt: bool = True,
     ) -> EncodedPrompt:
-        """The prompt of canonical messages. memory_key: cache root and conversation. Raises TemplateError."""
+        """The prompt of canonical messages. key: where it is remembered. Raises TemplateError."""
         guarded = self.guard(messages, tools)
         setting = RenderSetting(guarded.tools, template_kwargs, now, add_generation_prompt=add_generation_prompt)
         try:
@@ -110,9 +128,44 @@ class PromptEncoder:
             except TemplateError:
                 raise error from None
             self.num_relaxed += 1
-        prompt = self.encode_text(text, guarded, setting, memory_key)
-        self._remember(memory_key, prompt)
+        known = [] if key is None else self._memory.recall(key)
+        prompt = self.encode_after(known, text, guarded, setting)
+        if key is not None:
+            self._count_splice(known, prompt)
+            self._memory.remember(key, prompt)
         return prompt
+
+    def hold(self, prompt: EncodedPrompt, output_ids: Sequence[int], key: MemoryKey | None) -> EncodedPrompt | None:
+        """What the engine holds when a turn has ended: prompt and output, by the text they stand for. Remembered, so
+        that a prompt which repeats this text gets these ids. None when text and ids disagree on the delimiters."""
+        detokenizer = Detokenizer(self.tokenizer)
+        text = detokenizer.push(output_ids) + detokenizer.flush()
+        cuts = self._cuts(text, output_ids)
+        if cuts is None or not prompt.cut_starts:
+            self.splices.num_unfit += 1
+            return None
+        num_chars, num_tokens = len(prompt.text), len(prompt.token_ids)
+        held = replace(
+            prompt,
+            text=prompt.text + text,
+            token_ids=[*prompt.token_ids, *output_ids],
+            cut_starts=prompt.cut_starts + [num_chars + position for position in cuts[0]],
+            cut_ends=prompt.cut_ends + [num_chars + position for position in cuts[1]],
+            cut_tokens=prompt.cut_tokens + [num_tokens + position for position in cuts[2]],
+            num_answer_tokens=len(output_ids),
+            num_answer_chars=len(text),
+            num_spliced_tokens=0,
+        )
+        if key is not None:
+            self._memory.remember(key, held)
+        return held
+
+    def _count_splice(self, known: Sequence[EncodedPrompt], prompt: EncodedPrompt) -> None:
+        if prompt.num_spliced_tokens:
+            self.splices.num_spliced += 1
+            self.splices.num_spliced_tokens += prompt.num_spliced_tokens
+        elif any(_continues(prompt, held) for held in known if held.num_answer_tokens):
+            self.splices.num_changed += 1
 
     def guard(
         self,
@@ -155,16 +208,12 @@ class PromptEncoder:
         )
         return replace_lone_surrogates(text)
 
-    def encode_text(
-        self, text: str, guarded: Guarded, setting: RenderSetting = DEFAULT_SETTING, memory_key: str | None = None
-    ) -> EncodedPrompt:
-        """Tokens and cuts of a rendered text, reusing the remembered prompt that shares most of it."""
-        with self._lock:
-            known = [*self._recent, *(self._remembered.get(memory_key, ()) if memory_key is not None else ())]
-        return self.encode_after(known, text, guarded, setting)
-
     def encode_after(
-        self, known: Sequence[EncodedPrompt], text: str, guarded: Guarded, setting: RenderSetting
+        self,
+        known: Sequence[EncodedPrompt],
+        text: str,
+        guarded: Guarded,
+        setting: RenderSetting = DEFAULT_SETTING,
     ) -> EncodedPrompt:
         """Tokens and cuts of a text; what a known prompt shares with it up to a delimiter is not encoded again: text
         on either side of a delimiter tokenizes independently of the other."""
@@ -175,6 +224,7 @@ class PromptEncoder:
             # The delimiter itself is encoded again: some tokenizers treat the first word of a text on its own.
             ids, starts, ends, tokens = self.encode_piece(text[start:], guarded.guard)
             if starts and ids[0] == best.token_ids[num_tokens]:
+                num_asked_tokens = len(best.token_ids) - best.num_answer_tokens
                 return EncodedPrompt(
                     text,
                     best.token_ids[:num_tokens] + ids,
@@ -184,6 +234,7 @@ class PromptEncoder:
                     best.cut_ends[: num_cuts - 1] + [start + position for position in ends],
                     best.cut_tokens[: num_cuts - 1] + [num_tokens + position for position in tokens],
                     len(ids),
+                    num_spliced_tokens=max(0, num_tokens + 1 - num_asked_tokens),
                 )
         ids, starts, ends, tokens = self.encode_piece(text, guarded.guard)
         return EncodedPrompt(text, ids, guarded, setting, starts, ends, tokens, len(ids))
@@ -191,17 +242,21 @@ class PromptEncoder:
     def encode_piece(self, text: str, guard: str | None) -> tuple[list[int], list[int], list[int], list[int]]:
         """Token ids of a text, and its cuts (starts, ends, tokens); no cuts when text and tokens disagree on them."""
         ids = self._encode_guarded(text, guard) if guard and guard in text else self.tokenizer.encode(text)
-        special = self.tokenizer.special_ids
-        tokens = [position for position, token_id in enumerate(ids, 1) if token_id in special]
-        starts, ends, expected = [], [], []
-        for match in self.tokenizer.delimiter_pattern.finditer(text):
-            starts.append(match.start())
-            ends.append(match.end())
-            expected.append(self.tokenizer.delimiter_id(match[0]))
-        if [ids[position - 1] for position in tokens] != expected:
+        cuts = self._cuts(text, ids)
+        if cuts is None:
             self.num_without_cuts += 1
             return ids, [], [], []
-        return ids, starts, ends, tokens
+        return ids, *cuts
+
+    def _cuts(self, text: str, ids: Sequence[int]) -> tuple[list[int], list[int], list[int]] | None:
+        """Where the delimiters of a text start and end, and how many of its tokens stand before their ends; None when
+        text and tokens disagree on them."""
+        special = self.tokenizer.special_ids
+        tokens = [position for position, token_id in enumerate(ids, 1) if token_id in special]
+        matches = [*self.tokenizer.delimiter_pattern.finditer(text)]
+        if [ids[position - 1] for position in tokens] != [self.tokenizer.delimiter_id(match[0]) for match in matches]:
+            return None
+        return [match.start() for match in matches], [match.end() for match in matches], tokens
 
     def _encode_guarded(self, text: str, guard: str) -> list[int]:
         """Encode a text with guards: the stretch around a guard, up to the next control token, as plain text."""
@@ -217,22 +272,6 @@ class PromptEncoder:
             ids += self.tokenizer.encode(text[island:following].replace(guard, ""), allow_special=False)
             start = following
         return ids + self.tokenizer.encode(text[start:])
-
-    def _remember(self, key: str | None, prompt: EncodedPrompt) -> None:
-        with self._lock:
-            self._recent = [*self._recent[-(RECENT_PROMPTS - 1) :], prompt]
-            if key is None:
-                return
-            prompts = self._remembered.pop(key, [])
-            # A prompt that the new one continues adds nothing; side calls of the same conversation stay.
-            kept = [old for old in prompts if not prompt.text.startswith(old.text[: _last_cut_start(old)])]
-            self._remembered[key] = [*kept[-(PROMPTS_PER_KEY - 1) :], prompt]
-            self._num_remembered_chars += sum(len(p.text) for p in self._remembered[key]) - sum(
-                len(p.text) for p in prompts
-            )
-            while self._num_remembered_chars > self._max_remembered_chars and self._remembered:
-                _, forgotten = self._remembered.popitem(last=False)
-                self._num_remembered_chars -= sum(len(p.text) for p in forgotten)
 
 
 def _longest_known(
@@ -252,6 +291,13 @@ def _longest_known(
     return best, best_cuts
 
 
+def _continues(prompt: EncodedPrompt, held: EncodedPrompt) -> bool:
+    """Whether a prompt goes on where a turn ended: it repeats what was asked, and more."""
+    num_cuts = held.num_cuts_within(held.num_asked_chars)
+    asked = held.text[: held.cut_starts[num_cuts - 1]] if num_cuts else held.text
+    return len(prompt.text) > held.num_asked_chars and prompt.text.startswith(asked)
+
+
 def _unused_mark(value: Any, avoid: str) -> str:
     texts = [avoid]
 
@@ -264,10 +310,6 @@ def _unused_mark(value: Any, avoid: str) -> str:
         if not any(mark in text for text in texts):
             return mark
     raise TemplateError("the messages use every Unicode noncharacter", "messages")
-
-
-def _last_cut_start(prompt: EncodedPrompt) -> int:
-    return prompt.cut_starts[-1] if prompt.cut_starts else len(prompt.text)
 
 
 def _any_text(test: Callable[[str], bool], value: Any) -> bool:

@@ -53,6 +53,9 @@ def find_call_layout(template: ChatTemplate, output_format: OutputFormat) -> Cal
         return None
     starts = {one.rfind(opener, 0, name): opener for opener in output_format.syntax.openers}
     start, opener = max(starts.items(), default=(-1, ""))
+    for outer in output_format.syntax.openers:  # of a section of calls, in front of the first
+        if one[:start].endswith(outer):
+            start, opener = start - len(outer), outer
     if start < 0:
         opener, start = "", one.rfind("{", 0, name)
         start -= one[start - 1 : start] == "["
@@ -109,7 +112,10 @@ def _end_of_calls(rest: str, output_format: OutputFormat) -> str:
     tags = [closer for closer in output_format.syntax.closers if len(closer) > 1]
     ends = [rest.find(tag) + len(tag) for tag in tags if tag in rest]
     brackets = CLOSING_BRACKETS.match(rest)
-    return rest[: min(ends)] if ends else brackets[0] if brackets else ""
+    end = min(ends, default=len(brackets[0]) if brackets else 0)
+    for tag in tags:  # that of a section of calls
+        end += len(tag) if rest.startswith(tag, end) else 0
+    return rest[:end]
 
 
 class GrammarWriter:

@@ -5,6 +5,7 @@ Made once from a model's files; no weights, no torch.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,13 +13,16 @@ from typing import TYPE_CHECKING
 
 import turnkeep
 from turnkeep.cache.boundary import Boundary
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.server import errors
 from turnkeep.server.boundaries import BoundaryFinder
+from turnkeep.server.cache_hints import CacheMark
 from turnkeep.server.chat_messages import TemplateError
 from turnkeep.server.chat_template import ChatTemplate
 from turnkeep.server.parsers import OutputFormat, select_format
+from turnkeep.server.prompt_memory import MemoryKey, memory_key
 from turnkeep.server.prompts import DEFAULT_SETTING, EncodedPrompt, Guarded, PromptEncoder
-from turnkeep.server.stable_position import with_declared
+from turnkeep.server.stable_position import marked_ends, with_declared
 from turnkeep.server.tokenizer import Tokenizer
 from turnkeep.server.turn_events import TokenText
 from turnkeep.server.turn_request import SamplingDefaults, TurnRequest
@@ -39,6 +43,8 @@ class Prompt:
     encoded: EncodedPrompt
     boundaries: tuple[Boundary, ...]
     now: float  # what templates that write the date were given
+    submitted: EncodedTokens  # its tokens as they are sent to the engine
+    key: MemoryKey | None = None  # where it is remembered
     num_declared_tokens: int = 0  # up to the last place that the client has marked
     is_chat: bool = True  # False: a bare text, continued without a template
 
@@ -96,12 +102,18 @@ class TextModel:
             reasoning_parser=reasoning_parser,
         )
 
-    def prepare(self, request: TurnRequest, *, memory_key: str | None, now: float) -> Prompt:
-        """Render, encode and find the boundaries. Raises ApiError when the template refuses the messages."""
+    def prepare(
+        self, request: TurnRequest, *, now: float, root: str = "", conversation_id: str | None = None
+    ) -> Prompt:
+        """Render, encode and find the boundaries. root: under which alone the prompt and its answer are remembered.
+
+        Raises ApiError when the template refuses the messages.
+        """
         kwargs = request.template_kwargs
+        key = memory_key(root, conversation_id, request.messages, request.tools)
         try:
             encoded = self.encoder.encode(
-                request.messages, tools=request.tools, template_kwargs=kwargs, now=now, memory_key=memory_key
+                request.messages, tools=request.tools, template_kwargs=kwargs, now=now, key=key
             )
         except TemplateError as error:
             raise errors.bad_request(str(error), error.param or "messages") from None
@@ -110,17 +122,19 @@ class TextModel:
         boundaries = self.boundaries.prompt_boundaries(
             request.messages, request.tools, kwargs, encoded.token_ids, prompt=encoded, now=now
         )
+        submitted = EncodedTokens(encoded.token_ids)
         if not request.cache_marks:
-            return Prompt(encoded, boundaries, now)
+            return Prompt(encoded, boundaries, now, submitted, key)
         declared = self.boundaries.declared_positions(request.messages, request.cache_marks, encoded)
-        return Prompt(encoded, with_declared(boundaries, declared), now, num_declared_tokens=max(declared, default=0))
+        num_declared_tokens = max(declared, default=0)
+        return Prompt(encoded, with_declared(boundaries, declared), now, submitted, key, num_declared_tokens)
 
     def prepare_text(self, text: str) -> Prompt:
         """A bare text to be continued, after what the tokenizer puts before a text, unless the text begins with it.
 
         What spells a control token in it is one. Raises ApiError when it is empty.
         """
-        encoded = self.encoder.encode_text(text, Guarded([], None, None))
+        encoded = self.encoder.encode_after([], text, Guarded([], None, None))
         if not encoded.token_ids:
             raise errors.bad_request("The prompt must not be empty.", "prompt")
         opening = self.tokenizer.opening_ids
@@ -138,14 +152,52 @@ class TextModel:
         return _bare_prompt(encoded)
 
     def turn_end(self, request: TurnRequest, prompt: Prompt, answer: dict[str, object], output_ids: list[int]) -> int:
-        """How many tokens of prompt + output the next prompt will repeat when the client sends `answer` back."""
+        """How many tokens of prompt + output the next prompt will repeat when the client sends `answer` back.
+
+        Remembers these tokens by their text, for the prompt that does.
+        """
         engine_ids = [*prompt.encoded.token_ids, *output_ids]
         if not prompt.is_chat:
             return len(engine_ids)
-        kwargs = request.template_kwargs
+        held = self.encoder.hold(prompt.encoded, output_ids, prompt.key)
         return self.boundaries.turn_end(
-            request.messages, answer, request.tools, kwargs, engine_ids, prompt=prompt.encoded, now=prompt.now
+            request.messages,
+            answer,
+            request.tools,
+            request.template_kwargs,
+            engine_ids,
+            prompt=prompt.encoded,
+            now=prompt.now,
+            held=held,
         )
+
+    def message_at(self, request: TurnRequest, prompt: Prompt, position: int) -> int | None:
+        """Index of the request's message to which the token at a position belongs; None behind all messages, or where
+        the template does not tell."""
+        marks = [CacheMark(index) for index in range(len(request.messages))]
+        try:
+            ends = marked_ends(self.encoder, prompt.encoded, request.messages, marks)
+        except TemplateError:
+            return None
+        encoded = prompt.encoded
+        num_cuts = bisect.bisect_right(encoded.cut_tokens, position)
+        first, num_chars = (encoded.cut_tokens[num_cuts - 1], encoded.cut_ends[num_cuts - 1]) if num_cuts else (0, 0)
+        num_chars += len(self.tokenizer.decode(encoded.token_ids[first:position]))
+        return next((index for index, end in enumerate(ends) if end > num_chars), None)
+
+    def counts(self) -> dict[str, int]:
+        """Monotonic counts, for metrics."""
+        splices, boundaries = self.encoder.splices, self.boundaries.counters
+        return {
+            "spliced": splices.num_spliced,
+            "spliced_tokens": splices.num_spliced_tokens,
+            "changed": splices.num_changed,
+            "unfit": splices.num_unfit,
+            "boundary_failures": boundaries.num_failures,
+            "lost_marks": boundaries.num_lost_marks,
+            "relaxed": self.encoder.num_relaxed,
+            "without_cuts": self.encoder.num_without_cuts,
+        }
 
     def token_text(self, token_id: int, logprob: float) -> TokenText:
         """One token as logprobs show it; bytes are None when the token is only a part of a character."""
@@ -161,4 +213,4 @@ def _bare_prompt(encoded: EncodedPrompt) -> Prompt:
     """The same text asked again, or for several answers, resumes before its last token."""
     position = len(encoded.token_ids) - 1
     boundaries = (Boundary(position, "turn_start"),) if position > 0 else ()
-    return Prompt(encoded, boundaries, 0.0, is_chat=False)
+    return Prompt(encoded, boundaries, 0.0, EncodedTokens(encoded.token_ids), is_chat=False)

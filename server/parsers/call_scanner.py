@@ -10,6 +10,8 @@ import json
 import re
 from typing import Any, Literal
 
+from turnkeep.server.parsers.call_syntax import Call
+
 MAX_DEPTH = 64
 OUTSIDE = re.compile(r'["{}\[\]]|[^\s:,0-9+\-.eEtrufalsn]')
 INSIDE = re.compile(r'["\\]')
@@ -72,7 +74,7 @@ class CallScanner:
             self.state = "malformed"
 
 
-def read_calls(text: str) -> list[tuple[str, str]] | None:
+def read_calls(text: str) -> list[Call] | None:
     """The calls of an object or of a list of them, as read_call() gives each. None if one is no call, or none is
     there."""
     if text.lstrip()[:1] != "[":
@@ -116,7 +118,7 @@ def write_arguments(arguments: dict[str, Any]) -> str | None:
     return text
 
 
-def read_call(text: str) -> tuple[str, str] | None:
+def read_call(text: str) -> Call | None:
     """Name and arguments of a call object; the arguments as the JSON text the model wrote. None if it is no call.
 
     Arguments are an object under "arguments" or "parameters", or a string holding one; a call without any has {}.
@@ -144,7 +146,7 @@ def read_call(text: str) -> tuple[str, str] | None:
     if not isinstance(value, dict):
         return None
     written = raw if strict else write_arguments(value)
-    return None if written is None else (name, written)
+    return None if written is None else Call(name, written)
 
 
 def _member_spans(text: str, strict: bool) -> dict[str, tuple[Any, str]]:

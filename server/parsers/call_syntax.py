@@ -6,13 +6,20 @@ A syntax has no state; its scanners hold what one body has shown so far. Knows n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 MAX_NAME_CHARS = 256
 
 ScanState = Literal["open", "complete", "malformed"]
-Call = tuple[str, str]  # name, JSON text of the arguments
 Schemas = Mapping[str, Mapping[str, Any]]  # a tool's name -> JSON schema of its parameters
+
+
+class Call(NamedTuple):
+    """One call of a body. call_id: the id that the model itself gave it, in families whose calls carry one."""
+
+    name: str
+    arguments: str  # JSON text of an object
+    call_id: str | None = None
 
 
 class BodyScanner(Protocol):

@@ -11,7 +11,8 @@ DeltaKind = Literal["content", "reasoning", "tool_call", "arguments"]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer. tool_call begins call number `index`, with its name as text; `arguments` continues it.
+    """A piece of an answer. tool_call begins call number `index`, with its name as text and the id, if any, that the
+    model gave it; `arguments` continues it.
 
     The arguments of one call, joined, are the JSON text of an object.
     """
@@ -19,6 +20,7 @@ class Delta:
     kind: DeltaKind
     text: str
     index: int = 0
+    call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class GemmaScanner(MarkerScanner):
         except (ValueError, RecursionError):
             return None
         written = write_arguments(arguments) if reader.is_at_end else None
-        return None if written is None else [(self._name, written)]
+        return None if written is None else [Call(self._name, written)]
 
 
 class _ValueReader:

@@ -16,11 +16,12 @@ from turnkeep.server.parsers import harmony_parser
 from turnkeep.server.parsers.answer_parser import AnswerParser
 from turnkeep.server.parsers.call_syntax import CallSyntax
 from turnkeep.server.parsers.gemma_calls import FUNCTION_GEMMA, GEMMA
+from turnkeep.server.parsers.headed_calls import DEEPSEEK, KIMI_K2, MISTRAL
 from turnkeep.server.parsers.json_calls import BARE_JSON, GRANITE, HERMES, LLAMA3_JSON, NEMOTRON
-from turnkeep.server.parsers.mistral_calls import MistralCalls
 from turnkeep.server.parsers.output_parser import OutputParser
+from turnkeep.server.parsers.pair_calls import PairCalls
 from turnkeep.server.parsers.python_calls import PythonCalls
-from turnkeep.server.parsers.xml_calls import FUNCTION, PARAMETER, XmlCalls
+from turnkeep.server.parsers.xml_calls import MINIMAX, QWEN3_CODER, SEED_OSS
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -30,11 +31,16 @@ PROBE_CALL_ID = "call00000"  # some templates take only nine letters and digits
 HARMONY = "harmony"
 CALL_SYNTAXES: dict[str, CallSyntax] = {
     "hermes": HERMES,
-    "qwen3_coder": XmlCalls(),
+    "qwen3_coder": QWEN3_CODER,
+    "seed_oss": SEED_OSS,
+    "minimax": MINIMAX,
+    "glm": PairCalls(),
     "nemotron": NEMOTRON,
     "granite": GRANITE,
     "llama3_json": LLAMA3_JSON,
-    "mistral": MistralCalls(),
+    "mistral": MISTRAL,
+    "deepseek": DEEPSEEK,
+    "kimi_k2": KIMI_K2,
     "gemma": GEMMA,
     "function_gemma": FUNCTION_GEMMA,
     "pythonic": PythonCalls(),
@@ -44,6 +50,7 @@ THINK_TAGS: dict[str, tuple[str, str]] = {
     "think": (THINK, THINK_END),
     "nemotron": (THINK, THINK_END),
     "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
     "gemma": ("<|channel>thought", "<channel|>"),
 }
 TOOL_CALL_PARSERS = (*CALL_SYNTAXES, HARMONY)
@@ -57,6 +64,11 @@ MARKERS = (
     ("<|tool_call>", "gemma"),
     ("<|tool_call|>", "granite"),
     ("<|python_tag|>", "llama3_json"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<minimax:tool_call>", "minimax"),
+    ("<arg_key>", "glm"),
+    ("<｜tool▁call▁begin｜>", "deepseek"),
+    ("<|tool_call_begin|>", "kimi_k2"),
 )
 
 
@@ -163,11 +175,12 @@ def _find_syntax(source: str, printed: str) -> str:
     if all(word in source for word in (harmony_parser.CHANNEL, harmony_parser.MESSAGE, harmony_parser.START)):
         return HARMONY
     for text in (printed, source):
-        if FUNCTION in text and (PARAMETER in text or text is printed):
-            return "qwen3_coder"
         for marker, name in MARKERS:
             if marker in text:
                 return name
+        tags = QWEN3_CODER.tags
+        if tags.function in text and (tags.parameter in text or text is printed):
+            return "qwen3_coder"
         if CALL in text:
             return "hermes"
     bare = _call_alone(printed)

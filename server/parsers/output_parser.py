@@ -284,18 +284,18 @@ class OutputParser:
             return
         names = self._tool_names or frozenset()
         # Thinking aloud about calls is no call, and JSON may be the answer.
-        if (self._call_origin == "reasoning" or self._is_bare) and not all(name in names for name, _ in calls):
+        if (self._call_origin == "reasoning" or self._is_bare) and not all(call.name in names for call in calls):
             self._reject_call()
             return
         if self._call_origin == "reasoning":
             self._emit("reasoning", self._before_call.removesuffix(self._reasoning_suffix))
         else:
             self._emit_content(self._content_before_call())
-        for name, arguments in calls:
-            self._emit("tool_call", name, self.num_calls)
-            self._emit("arguments", arguments, self.num_calls)
+        for call in calls:
+            self._deltas.append(Delta("tool_call", call.name, self.num_calls, call.call_id))
+            self._emit("arguments", call.arguments, self.num_calls)
             self.num_calls += 1
-            self.num_unknown_tools += name not in names
+            self.num_unknown_tools += call.name not in names
         self._state, self._after_call = "content", True
         closer = next((closer for closer in self._syntax.closers if following.startswith(closer)), "")
         self._text = following.removeprefix(closer)

@@ -54,7 +54,7 @@ class PythonScanner(MarkerScanner):
             calls = [_read_call(node) for node in tree.elts] if isinstance(tree, ast.List) else []
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             return None
-        found = [(name, written) for name, value in calls if (written := write_arguments(value)) is not None]
+        found = [Call(name, written) for name, value in calls if (written := write_arguments(value)) is not None]
         return found if found and len(found) == len(calls) else None
 
 

@@ -1,4 +1,5 @@
-"""Calls as <function=NAME> with a <parameter=KEY> for each argument: Qwen3-Coder, Qwen3.5, Nemotron 3.
+"""Calls as <function=NAME> with a <parameter=KEY> for each argument: Qwen3-Coder, Qwen3.5, Nemotron 3, Seed-OSS; and
+with other tags MiniMax.
 
 Values are raw text; what type they have is for the tool's schema to say.
 """
@@ -13,18 +14,38 @@ from typing import Any
 from turnkeep.server.parsers.call_scanner import write_arguments
 from turnkeep.server.parsers.call_syntax import MAX_NAME_CHARS, BodyScanner, Call, MarkerScanner, Schemas
 
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-# The last two end a value whose own end tag is missing.
-VALUE_ENDS = (PARAMETER_END, f"\n{PARAMETER}", f"\n{FUNCTION_END}\n</tool_call>")
 WORDS = {"True": True, "False": False, "None": None}
+
+
+@dataclass(frozen=True, slots=True)
+class XmlTags:
+    """The tags of one family. call, call_end: around a call, or around several; models often leave one of them out.
+
+    function and parameter begin a tag that goes on with a name and ends with name_end. line_breaks: one line break on
+    either side of a value belongs to its tags.
+    """
+
+    call: str
+    call_end: str
+    function: str
+    function_end: str
+    parameter: str
+    parameter_end: str
+    name_end: str = ">"
+    line_breaks: bool = False
+
+    @property
+    def value_ends(self) -> tuple[str, ...]:
+        """The last two end a value whose own end tag is missing."""
+        return self.parameter_end, f"\n{self.parameter}", f"\n{self.function_end}\n{self.call_end}"
 
 
 class XmlScanner(MarkerScanner):
     """States: at the function tag, between parameters, in a value."""
 
-    def __init__(self) -> None:
+    def __init__(self, tags: XmlTags) -> None:
         super().__init__()
+        self._tags = tags
         self._name = ""
         self._is_named = False
         self._key: str | None = None
@@ -34,23 +55,24 @@ class XmlScanner(MarkerScanner):
     def _step(self) -> bool:
         if self._key is not None:
             return self._step_value(self._key)
-        word = PARAMETER if self._is_named else FUNCTION
-        if self._is_named and self._take_word(FUNCTION_END):
+        tags = self._tags
+        word = tags.parameter if self._is_named else tags.function
+        if self._is_named and self._take_word(tags.function_end):
             self.state = "complete"
             return False
         text = self._text.lstrip()
         if not text.startswith(word):
-            if not (word.startswith(text) or (self._is_named and FUNCTION_END.startswith(text))):
+            if not (word.startswith(text) or (self._is_named and tags.function_end.startswith(text))):
                 self.state = "malformed"
             return False
-        end = text.find(">", 0, len(word) + MAX_NAME_CHARS)
+        end = text.find(tags.name_end, len(word), len(word) + MAX_NAME_CHARS)
         name = text[len(word) : end if end >= 0 else len(word) + MAX_NAME_CHARS]
         if "<" in name or "\n" in name or end == len(word) or (end < 0 and len(name) == MAX_NAME_CHARS):
             self.state = "malformed"
             return False
         if end < 0:
             return False
-        self._text = text[end + 1 :]
+        self._text = text[end + len(tags.name_end) :]
         if self._is_named:
             self._key = name.strip()
         else:
@@ -58,14 +80,14 @@ class XmlScanner(MarkerScanner):
         return True
 
     def _step_value(self, key: str) -> bool:
-        position, marker = self._find(VALUE_ENDS)
+        position, marker = self._find(self._tags.value_ends)
         self._value.append(self._take(position))
         if marker is None:
             return False
-        if marker == PARAMETER_END:
+        if marker == self._tags.parameter_end:
             self._take(len(marker))
-        # One line break on either side belongs to the tags.
-        self._values[key] = "".join(self._value).removeprefix("\n").removesuffix("\n")
+        value = "".join(self._value)
+        self._values[key] = value.removeprefix("\n").removesuffix("\n") if self._tags.line_breaks else value
         self._key, self._value = None, []
         return True
 
@@ -76,26 +98,47 @@ class XmlScanner(MarkerScanner):
         known = properties if isinstance(properties, Mapping) else {}
         arguments = {key: typed_value(text, known.get(key)) for key, text in self._values.items()}
         written = write_arguments(arguments)
-        return None if written is None else [(self._name, written)]
+        return None if written is None else [Call(self._name, written)]
 
 
 @dataclass(frozen=True, slots=True)
 class XmlCalls:
-    """<tool_call> around it is often left out by models, in front or behind."""
-
-    openers: tuple[str, ...] = ("<tool_call>", FUNCTION)
-    kept_openers: tuple[str, ...] = (FUNCTION,)
-    closers: tuple[str, ...] = ("</tool_call>",)
+    tags: XmlTags
     needs_closer: bool = False
     bare_starts: str = ""
     call_id_chars: int | None = None
 
     @property
+    def openers(self) -> tuple[str, ...]:
+        return self.tags.call, self.tags.function
+
+    @property
+    def kept_openers(self) -> tuple[str, ...]:
+        return (self.tags.function,)
+
+    @property
+    def closers(self) -> tuple[str, ...]:
+        return (self.tags.call_end,)
+
+    @property
     def markup(self) -> tuple[str, ...]:
-        return ("<tool_call>", "</tool_call>", FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END)
+        tags = self.tags
+        around = (tags.call, tags.call_end, tags.function, tags.function_end)
+        return (*around, tags.parameter, tags.parameter_end)
 
     def new_scanner(self) -> BodyScanner:
-        return XmlScanner()
+        return XmlScanner(self.tags)
+
+
+_FUNCTION = ("<function=", "</function>", "<parameter=", "</parameter>")
+QWEN3_CODER = XmlCalls(XmlTags("<tool_call>", "</tool_call>", *_FUNCTION, line_breaks=True))
+SEED_OSS = XmlCalls(XmlTags("<seed:tool_call>", "</seed:tool_call>", *_FUNCTION))
+MINIMAX = XmlCalls(
+    XmlTags(
+        *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', "</invoke>"),
+        *('<parameter name="', "</parameter>", '">'),
+    )
+)
 
 
 def typed_value(text: str, schema: Any) -> Any:

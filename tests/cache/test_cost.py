@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from math import log
-from types import FrameType
-from typing import Any
 
 import pytest
 from cache_driver import CacheDriver, ModelKind, Run
+from counted_lines import count_lines
 
-SIZES = (30, 300)
-
-
-def count_lines(call: Callable[[], Any]) -> int:
-    """Lines of Python that run inside `call`."""
-    number = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal number
-        number += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return number
+SIZES = (10, 100, 1000)
 
 
 def filled(kind: ModelKind, num_conversations: int, num_spare: int = 20) -> CacheDriver:
@@ -73,8 +52,9 @@ def test_matching_opening_and_committing_do_not_depend_on_the_size_of_the_tree(k
                 ),
             ]
         )
-    for small, large in zip(*costs, strict=True):
-        assert large <= small * log(SIZES[1]) / log(SIZES[0]) + 20
+    for small, *larger in zip(*costs, strict=True):
+        for size, cost in zip(SIZES[1:], larger, strict=True):
+            assert cost <= small * log(size) / log(SIZES[0]) + 20
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "attention_only"])
@@ -85,7 +65,8 @@ def test_evicting_costs_what_it_frees(kind: ModelKind) -> None:
         run = opened(driver, [99] * 100)
         costs.append(count_lines(lambda driver=driver, run=run: driver.cache.grow(run.seq, 100)))  # type: ignore[misc]
         assert driver.cache.stats().counters.num_evicted_pages >= 20
-    assert costs[1] <= costs[0] * log(SIZES[1]) / log(SIZES[0]) + 50
+    for size, cost in zip(SIZES[1:], costs[1:], strict=True):
+        assert cost <= costs[0] * log(size) / log(SIZES[0]) + 50
 
 
 def test_committing_costs_the_new_pages_however_long_the_sequence_is() -> None:

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.cache_manager import PrefixMatch, TurnHandle
+from turnkeep.cache.encoded_tokens import EncodedTokens
 
 # TURNKEEP_CACHE_EXAMPLES=1000 gives each model kind about 60,000 operations.
 NUM_EXAMPLES = int(os.environ.get("TURNKEEP_CACHE_EXAMPLES", "60"))
@@ -66,12 +67,18 @@ class CacheMachine(RuleBasedStateMachine):
         history = self.histories[which % len(self.histories)]
         return [*history[: keep % (len(history) + 1)], *suffix]
 
-    @rule(which=index, keep=index, suffix=tokens, root=roots)
-    def find(self, which: int, keep: int, suffix: list[int], root: str) -> None:
+    @rule(which=index, keep=index, suffix=tokens, root=roots, conversation=conversations, is_encoded=st.booleans())
+    def find(
+        self, which: int, keep: int, suffix: list[int], root: str, conversation: str | None, is_encoded: bool
+    ) -> None:
+        """Whatever the tag, and in whatever form the tokens are: what is found is what is there."""
         prompt = self.prompt(which, keep, suffix)
         before = self.picture()
-        match = self.driver.match(prompt, root)
+        match = self.driver.match(EncodedTokens(prompt) if is_encoded else prompt, root, conversation)
         assert self.picture() == before
+        if match.known_pages is not None and match.path is not None:
+            known = match.known_pages[: match.path.end // self.driver.page_size].tolist()
+            assert match.path.page_path()[: len(known)] == known
         assert (match.num_tokens, match.num_matched_tokens) == self.driver.expect_match(prompt, root)
         assert match.num_tokens <= match.num_matched_tokens < len(prompt)
         self.matches = [*self.matches[-3:], match]
@@ -84,13 +91,13 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.runs) < 4)
     @rule(which=index, keep=index, suffix=tokens, root=roots, conversation=conversations)
     def open_prompt(self, which: int, keep: int, suffix: list[int], root: str, conversation: str | None) -> None:
-        self.open(self.driver.match(self.prompt(which, keep, suffix), root), conversation)
+        self.open(self.driver.match(self.prompt(which, keep, suffix), root, conversation), conversation)
 
     @precondition(lambda self: len(self.runs) < 4)
     @rule(which=index, conversation=conversations)
     def resume_whole_history(self, which: int, conversation: str | None) -> None:
         history = self.histories[which % len(self.histories)]
-        self.open(self.driver.match([*history, 1]), conversation)
+        self.open(self.driver.match([*history, 1], "", conversation), conversation)
 
     def open(self, match: PrefixMatch, conversation: str | None) -> None:
         cache = self.driver.cache

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnkeep.cache.boundary import Boundary
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.engine.framing import (
     FrameDecoder,
     FramingError,
@@ -41,14 +42,14 @@ from turnkeep.scheduler.request import SamplingParams
 MESSAGES = [
     Submit(
         request_id="r",
-        prompt_ids=[1, 2, 70_000],
+        prompt_ids=EncodedTokens([1, 2, 70_000]),
         sampling=SamplingParams(max_new_tokens=3, seed=2**63, logit_bias={5: -1.5}, stop_token_ids=(1, 2)),
         boundaries=(Boundary(2, "trunk"), Boundary(3, "turn_start")),
         conversation_id="c",
         cache_root="tenant",
         priority=-1,
     ),
-    Submit(request_id="", prompt_ids=[], sampling=SamplingParams(max_new_tokens=1)),
+    Submit(request_id="", prompt_ids=EncodedTokens(), sampling=SamplingParams(max_new_tokens=1)),
     Abort("r"),
     Stop("r"),
     EndTurn("r", 17),

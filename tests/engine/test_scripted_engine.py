@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from turnkeep.cache.boundary import Boundary
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.example_arguments import example_arguments
 from turnkeep.engine.loop import EngineLoop
@@ -61,13 +62,13 @@ class Driven:
     ) -> str:
         body = convert_request({"model": "m", "messages": messages, "tools": tools})
         turn = to_turn(body, SamplingDefaults(), self.ready.vocab_size)
-        prompt = self.text.prepare(turn, memory_key=None, now=0.0)
+        prompt = self.text.prepare(turn, now=0.0)
         self.num_submitted += 1
         params = SamplingParams(max_new_tokens=max_tokens, stop_token_ids=(END_ID,), **sampling)
         self.loop.receive(
             Submit(
                 request_id=f"r{self.num_submitted}",
-                prompt_ids=prompt.encoded.token_ids,
+                prompt_ids=EncodedTokens(prompt.encoded.token_ids),
                 sampling=params,
                 boundaries=prompt.boundaries,
             )
@@ -202,11 +203,13 @@ def test_a_page_with_other_tokens_is_noticed(drive: Drive) -> None:
     prompt = [100 + number % 7 for number in range(40)]
     sampling = SamplingParams(max_new_tokens=1)
     boundary = (Boundary(32, "trunk"),)
-    driven.loop.receive(Submit(request_id="a", prompt_ids=prompt, sampling=sampling, boundaries=boundary))
+    driven.loop.receive(
+        Submit(request_id="a", prompt_ids=EncodedTokens(prompt), sampling=sampling, boundaries=boundary)
+    )
     driven.run()
     runner: Any = driven.loop._runner
     runner._pages = np.where(runner._pages == 103, 104, runner._pages)
-    driven.loop.receive(Submit(request_id="b", prompt_ids=[*prompt[:36], 99, 98], sampling=sampling))
+    driven.loop.receive(Submit(request_id="b", prompt_ids=EncodedTokens([*prompt[:36], 99, 98]), sampling=sampling))
     driven.run()
     assert "do not hold" in str(driven.finished("b").message)
 

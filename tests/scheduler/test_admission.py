@@ -23,7 +23,7 @@ def running(bench: Bench) -> int:
         (make_request("r", []), ("empty",)),
         (make_request("r", 4, 0), ("max_new_tokens", "0")),
         (make_request("r", [1, 2, VOCAB_SIZE]), ("prompt", str(VOCAB_SIZE))),
-        (make_request("r", [1, -3]), ("prompt", "-3")),
+        (make_request("r", [1], logit_bias={-3: 1.0}), ("logit_bias", "-3")),
         (make_request("r", [1], logit_bias={VOCAB_SIZE + 1: 1.0}), ("logit_bias", str(VOCAB_SIZE + 1))),
     ],
 )

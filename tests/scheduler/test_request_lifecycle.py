@@ -54,7 +54,7 @@ def test_stop_finishes_a_decoding_request_and_keeps_its_turn_end() -> None:
     bench.scheduler.end_turn("r", 1000)
     bench.run()
     assert bench.finished()["r"].reason == "stop"
-    prompt = make_request("x", 10).token_ids + bench.outputs()["r"] + [1]
+    prompt = list(make_request("x", 10).token_ids) + bench.outputs()["r"] + [1]
     assert bench.cache.match("", prompt).num_tokens == 13
     check_nothing_is_held(bench)
 
@@ -221,7 +221,7 @@ def test_closing_a_conversation_lets_its_snapshots_go_first() -> None:
         bench.scheduler.end_turn(f"other{index}", 0)
 
     def reused(name: str, salt: int) -> int:
-        prompt = make_request("x", 8, salt=salt).token_ids + bench.outputs()[name] + [3]
+        prompt = list(make_request("x", 8, salt=salt).token_ids) + bench.outputs()[name] + [3]
         return bench.cache.match("", prompt).num_tokens
 
     assert reused("closed", 1) == 0

@@ -150,7 +150,7 @@ def test_the_next_turn_of_a_conversation_computes_its_new_tokens_only() -> None:
     bench.run()
     bench.scheduler.end_turn("one", stable_tokens=100)
     answer = bench.outputs()["one"]
-    history = make_request("x", 18).token_ids + answer
+    history = list(make_request("x", 18).token_ids) + answer
     bench.scheduler.submit(make_request("two", [*history, 1, 2, 3], conversation_id="c"))
     plan = planned(bench)
     # The last sampled token was never fed to the model: it and the three new ones are left.

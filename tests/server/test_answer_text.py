@@ -27,7 +27,7 @@ def make(**fields: Any) -> AnswerText:
         sampling=SamplingParams(max_new_tokens=100),
         **{"tool_names": NAMES, **fields},
     )
-    prompt = TEXT_MODEL.prepare(request, memory_key=None, now=0.0)
+    prompt = TEXT_MODEL.prepare(request, now=0.0)
     return AnswerText(TEXT_MODEL, request, prompt, (END_TOKEN_ID,), 0)
 
 

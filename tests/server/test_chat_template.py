@@ -10,6 +10,7 @@ import pytest
 from text_fixtures import NOW, TEMPLATE_NAMES, TOOLS, RandomConversation, TextCase, text_case
 
 from turnkeep.server.chat_template import ChatTemplate, RenderLimits, TemplateError, check_template_kwargs
+from turnkeep.server.prompt_memory import MemoryKey
 from turnkeep.server.prompts import PromptEncoder
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -60,7 +61,7 @@ def test_text_and_tokens_equal_those_of_transformers(name: str) -> None:
             assert text == expected
             prompt = encoder.encode(
                 messages, tools=tools, template_kwargs=kwargs, now=now, add_generation_prompt=generation,
-                memory_key=str(seed),
+                key=MemoryKey("", str(seed)),
             )  # fmt: skip
             ids = reference(expected, add_special_tokens=False)["input_ids"]
             assert prompt.text == expected

@@ -123,7 +123,7 @@ async def test_tokenize_gives_the_ids_that_chat_and_completions_use(text_model: 
     async with live_server(saying(text_model, "x"), text_model=text_model) as server:
         await server.chat("Where is my order?", tools=[tool])
         await server.post({"model": "demo", "prompt": "Once upon"}, PATH)
-        chat, text = (submit.prompt_ids for submit in server.engine.submitted)
+        chat, text = (list(submit.prompt_ids) for submit in server.engine.submitted)
         _, first = await server.post({"messages": user("Where is my order?"), "tools": [tool]}, "/tokenize")
         _, second = await server.post({"prompt": "Once upon", "return_token_strs": True}, "/v1/tokenize")
         _, back = await server.post({"tokens": chat}, "/detokenize")

@@ -240,7 +240,7 @@ def test_a_side_call_is_a_branch_and_does_not_hide_the_main_one() -> None:
     system = [9] * 20
     record(conversation, system + [1] * 200, [2] * 10, cached=0)
     title = record(conversation, [*system, *[5] * 180], [6] * 3, cached=20)
-    assert (title.branch, title.num_lost_template) == (1, 0)
+    assert (title.branch, title.num_lost_template, title.first_difference) == (1, 0, 20)
     main = record(conversation, system + [1] * 200 + [2] * 10 + [3], [4], cached=229)
     assert (main.branch, main.num_held_tokens) == (0, 229)
     assert conversation.num_branches == 2

@@ -131,6 +131,61 @@ GEMMA_GOLDEN = [
     ("<|channel>thought\nwhy\n<channel|>so", answer("so", "why")),
 ]  # fmt: skip
 
+GLM_CALL = "<tool_call>look\n<arg_key>s</arg_key>\n<arg_value>x</arg_value>\n</tool_call>"
+GLM_GOLDEN = [
+    ("<tool_call>look</tool_call>", answer(calls=[("look", "{}")])),
+    ("<tool_call>look\n</tool_call>\n<tool_call>look\n</tool_call>", answer(calls=[("look", "{}")] * 2)),
+    ("<tool_call>look<arg_key>i</arg_key><arg_value>7</arg_value><arg_key>s</arg_key><arg_value>7</arg_value></tool_call>",
+     answer(calls=[("look", '{"i": 7, "s": "7"}')])),
+    ("<tool_call>look\n<arg_key>s</arg_key>\n<arg_value> a\n</arg_key> </tool_call></arg_value></tool_call>",
+     answer(calls=[("look", json.dumps({"s": " a\n</arg_key> </tool_call>"}))])),
+    ("<tool_call>look\n<arg_key>o</arg_key>\n<arg_value>{\"a\": [1]}</arg_value>\n</tool_call>",
+     answer(calls=[("look", '{"o": {"a": [1]}}')])),
+    ("<tool_call>look at this</tool_call>", answer("<tool_call>look at this</tool_call>")),
+    ("<tool_call>look<arg_value>x</arg_value></tool_call>",
+     answer("<tool_call>look<arg_value>x</arg_value></tool_call>")),
+    ("<tool_call>look<arg_key>s</arg_key>x</tool_call>", answer("<tool_call>look<arg_key>s</arg_key>x</tool_call>")),
+    ("<tool_call>" + "y" * MAX_NAME_CHARS, answer("<tool_call>" + "y" * MAX_NAME_CHARS)),
+    ("<tool_call></tool_call>", answer("<tool_call></tool_call>")),
+]  # fmt: skip
+
+DEEPSEEK_BEGIN, DEEPSEEK_SEP, DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK_CALL = f'<｜tool▁calls▁begin｜>{DEEPSEEK_BEGIN}look{DEEPSEEK_SEP}{{"s": "x"}}{DEEPSEEK_END}'
+DEEPSEEK_FENCED = f'{DEEPSEEK_BEGIN}function{DEEPSEEK_SEP}look\n```json\n{{"s": "x"}}\n```{DEEPSEEK_END}'
+DEEPSEEK_GOLDEN = [
+    (f"<｜tool▁calls▁begin｜>{DEEPSEEK_FENCED}\n{DEEPSEEK_FENCED}<｜tool▁calls▁end｜>", answer(calls=[LOOK] * 2)),
+    (f"So:\n\n<｜tool▁calls▁begin｜>{DEEPSEEK_FENCED}<｜tool▁calls▁end｜>", answer("So:", calls=[LOOK])),
+    (f"{DEEPSEEK_CALL}\n{DEEPSEEK_BEGIN}look{DEEPSEEK_SEP}{{}}{DEEPSEEK_END}<｜tool▁calls▁end｜>",
+     answer(calls=[LOOK, ("look", "{}")])),
+    (f"{DEEPSEEK_BEGIN}function{DEEPSEEK_SEP}{{}}{DEEPSEEK_END}", answer(calls=[("function", "{}")])),
+    (f"{DEEPSEEK_BEGIN}look{DEEPSEEK_SEP}[1]", answer(f"{DEEPSEEK_BEGIN}look{DEEPSEEK_SEP}[1]")),
+    ("```json\n{}\n```", answer("```json\n{}\n```")),
+]  # fmt: skip
+
+KIMI_CALL = '<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"s": "x"}<|tool_call_end|>'
+KIMI_GOLDEN = [
+    (f"<|tool_calls_section_begin|>{KIMI_CALL}{KIMI_CALL}<|tool_calls_section_end|>", answer(calls=[LOOK] * 2)),
+    ("<|tool_call_begin|>look<|tool_call_argument_begin|>{}<|tool_call_end|>", answer(calls=[("look", "{}")])),
+    ("<|tool_call_begin|>functions.look:0{}", answer("<|tool_call_begin|>functions.look:0{}")),
+]
+
+MINIMAX_CALL = '<minimax:tool_call>\n<invoke name="look">\n<parameter name="s">x</parameter>\n</invoke>'
+MINIMAX_GOLDEN = [
+    (MINIMAX_CALL + "\n</minimax:tool_call>", answer(calls=[LOOK])),
+    (MINIMAX_CALL + '\n<invoke name="look">\n</invoke>\n</minimax:tool_call>', answer(calls=[LOOK, ("look", "{}")])),
+    ('<invoke name="look"><parameter name="i">7</parameter><parameter name="s">\n7\n</parameter></invoke>',
+     answer(calls=[("look", '{"i": 7, "s": "\\n7\\n"}')])),
+    ('<invoke name="look" x>', answer('<invoke name="look" x>')),
+    ("<minimax:tool_call>\n</minimax:tool_call>", answer("<minimax:tool_call>\n</minimax:tool_call>")),
+]  # fmt: skip
+
+SEED_CALL = "<seed:tool_call>\n<function=look>\n<parameter=s>x</parameter>\n</function>\n</seed:tool_call>"
+SEED_GOLDEN = [
+    (SEED_CALL.replace(">x<", ">\n x\n<"), answer(calls=[("look", '{"s": "\\n x\\n"}')])),
+    ("<seed:think>\nwhy\n</seed:think>\n\nso", answer("so", "why")),
+    ("<tool_call>x</tool_call>", answer("<tool_call>x</tool_call>")),
+]
+
 LLAMA_GOLDEN = [
     ('{"name": "look", "parameters": {"s": "x"}}', answer(calls=[LOOK])),
     ('\n{"name": "look", "parameters": {"s": "x"}}; {"name": "look"}\n', answer(calls=[LOOK, ("look", "{}")])),
@@ -239,6 +294,40 @@ FAMILIES: dict[str, Family] = {
         form_of("pythonic"), "", '<|tool_call_start|>[look(s="x")]<|tool_call_end|>',
         """<|tool_call_start|>[add.all(i=1, s='a}]{"<b')]<|tool_call_end|>""", PYTHON_GOLDEN,
         ("<|tool_call_start|>", "<|tool_call_end|>", "[look(", "s=1", ")", "'", ")]", "\\"),
+    ),
+    "glm": Family(
+        form_of("glm"), "", GLM_CALL,
+        '\n<tool_call>add.all\n<arg_key>i</arg_key>\n<arg_value>1</arg_value>\n<arg_key>s</arg_key>\n'
+        '<arg_value>a}]{"<b</arg_value>\n</tool_call>', GLM_GOLDEN,
+        ("<tool_call>", "</tool_call>", "look", "<arg_key>", "s", "</arg_key>", "<arg_value>", "</arg_value>", "\n"),
+    ),
+    "deepseek": Family(
+        form_of("deepseek"), "", DEEPSEEK_CALL,
+        f'{DEEPSEEK_BEGIN}function{DEEPSEEK_SEP}add.all\n```json\n{{"i": 1, "s": "a}}]{{\\"<b"}}\n```{DEEPSEEK_END}',
+        DEEPSEEK_GOLDEN,
+        ("<｜tool▁calls▁begin｜>", DEEPSEEK_BEGIN, "look", DEEPSEEK_SEP, '{"s": 1}', "```", DEEPSEEK_END, "function",
+         "<｜tool▁calls▁end｜>", "<｜"),
+    ),
+    "kimi_k2": Family(
+        form_of("kimi_k2"), "", KIMI_CALL,
+        '<|tool_call_begin|>functions.add.all:1<|tool_call_argument_begin|>{"i": 1, "s": "a}]{\\"<b"}<|tool_call_end|>',
+        KIMI_GOLDEN,
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.look:3", "<|tool_call_argument_begin|>",
+         '{"s": 1}', "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|"),
+    ),
+    "minimax": Family(
+        form_of("minimax"), "", MINIMAX_CALL,
+        '\n<invoke name="add.all">\n<parameter name="i">1</parameter>\n<parameter name="s">a}]{"<b</parameter>\n'
+        "</invoke>\n</minimax:tool_call>", MINIMAX_GOLDEN,
+        ("<minimax:tool_call>", '<invoke name="look">', '<parameter name="s">', "</parameter>", "</invoke>", "\n", '">',
+         "</minimax:tool_call>"),
+    ),
+    "seed_oss": Family(
+        form_of("seed_oss", "seed_oss"), "", SEED_CALL,
+        "\n<seed:tool_call>\n<function=add.all>\n<parameter=i>1</parameter>\n"
+        '<parameter=s>a}]{"<b</parameter>\n</function>\n</seed:tool_call>', SEED_GOLDEN,
+        ("<seed:tool_call>", "</seed:tool_call>", "<function=look>", "</function>", "<parameter=s>", "</parameter>",
+         "<seed:think>", "</seed:think>", "\n"),
     ),
     "harmony": Family(
         form_of("harmony", "harmony"), HARMONY_PROMPT, HARMONY_CALL,
@@ -350,6 +439,12 @@ def test_ids_have_the_form_that_the_family_takes() -> None:
     assert len(FAMILIES["mistral"].form.new_call_id()) == 9
     assert FAMILIES["mistral"].form.new_call_id().isalnum()
     assert FAMILIES["hermes"].form.new_call_id().startswith("call_")
+
+
+def test_the_id_that_a_model_gives_its_call_is_kept() -> None:
+    parser = FAMILIES["kimi_k2"].form.new_parser("", tool_names=NAMES)
+    deltas = [*parser.push(KIMI_CALL + KIMI_CALL.replace(":0", ":1")), *parser.finish("stop")]
+    assert [delta.call_id for delta in deltas if delta.kind == "tool_call"] == ["functions.look:0", "functions.look:1"]
 
 
 @pytest.mark.parametrize("tail", ["<|start|>assistant<|channel|>final<|message|>", "<|start|>assistant<|channel|>"])

@@ -11,7 +11,10 @@ from text_fixtures import NOW, SPOOFED, TEMPLATE_NAMES, TOOLS, RandomConversatio
 from turnkeep.server.chat_messages import TemplateError, normalize_messages
 from turnkeep.server.chat_template import ChatTemplate
 from turnkeep.server.common_prefix import common_prefix_length
+from turnkeep.server.prompt_memory import MemoryKey, PromptMemory
 from turnkeep.server.prompts import GUARDS, PromptEncoder
+
+KEY = MemoryKey("", "k")
 
 
 def encoder_of(name: str) -> PromptEncoder:
@@ -79,7 +82,7 @@ def test_a_returning_conversation_gets_the_tokens_of_a_fresh_one(name: str) -> N
         for _ in range(6):
             if choice.random() < 0.2:
                 messages[-1] = {"role": "user", "content": choice.choice(SPOOFED) + source.text()}
-            prompt = encoder.encode(messages, now=NOW, memory_key="k")
+            prompt = encoder.encode(messages, now=NOW, key=KEY)
             fresh = PromptEncoder(case.template, case.tokenizer).encode(messages, now=NOW)
             assert prompt.token_ids == fresh.token_ids
             assert (prompt.cut_starts, prompt.cut_ends, prompt.cut_tokens) == (
@@ -95,23 +98,24 @@ def test_only_new_text_is_encoded_when_a_conversation_returns() -> None:
     encoder = encoder_of("chatml")
     source = RandomConversation(2)
     messages = source.history(20)
-    first = encoder.encode(messages, memory_key="a")
+    first = encoder.encode(messages, key=MemoryKey("", "a"))
     for _ in range(6):  # others in between push it out of the recent prompts
-        encoder.encode(source.history(2), memory_key="b")
+        encoder.encode(source.history(2), key=MemoryKey("", "b"))
     added = [{"role": "assistant", "content": "the order"}, {"role": "user", "content": "and then"}]
-    again = encoder.encode([*messages, *added], memory_key="a")
+    again = encoder.encode([*messages, *added], key=MemoryKey("", "a"))
     assert first.num_reencoded_tokens == len(first.token_ids)
     assert again.num_reencoded_tokens < 40 < len(again.token_ids)
 
 
 def test_memory_is_bounded() -> None:
     case = text_case("chatml")
-    encoder = PromptEncoder(case.template, case.tokenizer, max_remembered_chars=20_000)
+    memory = PromptMemory(max_chars=20_000)
+    encoder = PromptEncoder(case.template, case.tokenizer, memory=memory)
     for number in range(60):
-        encoder.encode([{"role": "user", "content": "the order " * 100}], memory_key=str(number))
-    remembered = sum(len(prompt.text) for prompts in encoder._remembered.values() for prompt in prompts)
-    assert remembered == encoder._num_remembered_chars <= 20_000
-    assert 0 < len(encoder._remembered) < 60
+        encoder.encode([{"role": "user", "content": "the order " * 100}], key=MemoryKey("", str(number)))
+    remembered = sum(len(prompt.text) for prompts in memory._prompts.values() for prompt in prompts)
+    assert remembered == memory.num_chars <= 20_000
+    assert 0 < len(memory) < 60
 
 
 def test_threads_can_share_an_encoder() -> None:
@@ -120,7 +124,7 @@ def test_threads_can_share_an_encoder() -> None:
     expected = [encoder_of("demo").encode(messages).token_ids for messages in histories]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
-            prompts = pool.map(lambda messages: encoder.encode(messages, memory_key="k").token_ids, histories)
+            prompts = pool.map(lambda messages: encoder.encode(messages, key=KEY).token_ids, histories)
             assert list(prompts) == expected
 
 

@@ -71,6 +71,8 @@ FAMILIES = {
     "granite": f"<|tool_call|>[{LISTED}]",
     "mistral": "{% for call in m.tool_calls %}[TOOL_CALLS]{{ call.function.name }}[ARGS]"
     "{{ call.function.arguments | tojson }}{% endfor %}",
+    "deepseek": "<｜tool▁calls▁begin｜>{% for call in m.tool_calls %}<｜tool▁call▁begin｜>{{ call.function.name }}"
+    "<｜tool▁sep｜>{{ call.function.arguments | tojson }}<｜tool▁call▁end｜>{% endfor %}<｜tool▁calls▁end｜>",
     "llama": "{% if m.tool_calls[1:] %}{{ raise_exception('one call at a time') }}{% endif %}"
     """{{ '{"name": "' ~ m.tool_calls[0].function.name ~ '", "parameters": ' }}"""
     "{{ m.tool_calls[0].function.arguments | tojson }}}",
@@ -174,12 +176,15 @@ def test_the_end_of_the_prompt_tells_whether_reasoning_is_open(kind: str) -> Non
     assert not one.takes(ANSWER, '<think>a</think>{"order": "B"}', "<think>\n\n</think>\n\n")
 
 
-@pytest.mark.parametrize("name", ["nemotron", "granite", "mistral", "llama"])
+@pytest.mark.parametrize("name", ["nemotron", "granite", "mistral", "deepseek", "llama"])
 def test_calls_of_other_families_take_their_own_form(name: str) -> None:
     one = case(name)
     assert one.takes(NAMED, one.calls("get"))
     assert not one.takes(NAMED, one.calls("set"))
     assert not one.takes(REQUIRED, "hi")
+    if name == "deepseek":
+        assert one.calls("get").startswith("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>{")
+        assert one.calls("get").endswith("}<｜tool▁call▁end｜><｜tool▁calls▁end｜>")
     if name == "llama":
         assert one.calls("get") == '{"name": "get", "parameters": {"order": "B", "n": 1}}'
         assert not one.takes(REQUIRED, one.calls("get", "set")), "it makes one call at a time"

@@ -171,6 +171,9 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "hermes3": ("prompt", "prompt", "prompt", "prompt", "answer", "prompt"),
     "lfm2": ("answer", "turn", "prompt", "turn", "prompt", "prompt"),
     "glm4": ("answer", "turn", "prompt", "turn", "prompt", "prompt"),
+    "kimi_k2": ("answer", "turn", "prompt", "turn", "answer", "prompt"),
+    "minimax_m2": ("answer", "turn", "prompt", "turn", "prompt", "prompt"),
+    "seed_oss": ("answer", "answer", "prompt", "answer", "turn", "prompt"),
     "deepseek3": ("answer", "answer", "prompt", "answer", "answer", "answer"),
 }
 

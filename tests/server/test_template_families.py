@@ -17,6 +17,7 @@ from turnkeep.server.answer_text import AnswerText
 from turnkeep.server.chat_messages import normalize_messages
 from turnkeep.server.parsers import collect, select_format
 from turnkeep.server.parsers.output_format import CALL_SYNTAXES
+from turnkeep.server.prompt_memory import MemoryKey
 from turnkeep.server.prompts import PromptEncoder
 from turnkeep.server.text_model import TextModel
 from turnkeep.server.turn_request import TurnRequest
@@ -68,7 +69,7 @@ def test_text_and_tokens_equal_those_of_transformers(name: str) -> None:
                 )
                 prompt = encoder.encode(
                     messages, tools=tools, template_kwargs=kwargs, now=time.time(), add_generation_prompt=generation,
-                    memory_key=str(seed),
+                    key=MemoryKey("", str(seed)),
                 )  # fmt: skip
                 assert prompt.text == expected
                 assert prompt.token_ids == reference(expected, add_special_tokens=False)["input_ids"]
@@ -189,7 +190,7 @@ def test_calls_are_found_in_a_models_tokens_whatever_of_their_markup_is_special(
         tools=TOOLS,
         tool_names=frozenset({"find_order"}),
     )
-    prompt = texts.prepare(request, memory_key=None, now=NOW)
+    prompt = texts.prepare(request, now=NOW)
     answer = {"role": "assistant", "content": "", "tool_calls": calls}
     whole = texts.encoder.encode([*request.messages, answer], tools=TOOLS, now=NOW, add_generation_prompt=False).text
     # Where history prints another header than the generation prompt, the call's own tag comes first.

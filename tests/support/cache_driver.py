@@ -103,8 +103,8 @@ class CacheDriver:
 
     # One sequence
 
-    def match(self, token_ids: Sequence[int], cache_root: str = "") -> PrefixMatch:
-        return self.cache.match(cache_root, token_ids)
+    def match(self, token_ids: Sequence[int], cache_root: str = "", conversation_id: str | None = None) -> PrefixMatch:
+        return self.cache.match(cache_root, token_ids, conversation_id)
 
     def open(self, token_ids: Sequence[int], conversation_id: str | None = None, *, cache_root: str = "") -> Run | None:
         """Match and open; None when there is no room."""

@@ -9,6 +9,7 @@ import torch
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.config import CacheConfig
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.factory import assemble, resolve_sizes
 from turnkeep.engine.loop import EngineLoop
@@ -119,7 +120,7 @@ def submit(
 ) -> Submit:
     return Submit(
         request_id=request_id,
-        prompt_ids=list(prompt_ids),
+        prompt_ids=EncodedTokens(prompt_ids),
         sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling),  # type: ignore[arg-type]
         boundaries=tuple(Boundary(position, kind) for position, kind in boundaries),
         conversation_id=conversation_id,

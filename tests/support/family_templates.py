@@ -69,11 +69,26 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4": Family(
         ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", *THINK, *CALL), "<|user|>",
-        "hermes", calls_end="<|observation|>",
+        "glm", calls_end="<|observation|>",
     ),
     "deepseek3": Family(
-        ("<|User|>", "<|Assistant|>", "<|tool_output|>", "<|tool_output_end|>", *THINK, *CALL), "<|eos|>", "hermes",
-        open_end="</think>",
+        (*("<｜User｜>", "<｜Assistant｜>", *THINK, "<｜tool▁sep｜>"),
+         *(f"<｜tool▁{part}▁{side}｜>" for part in ("output", "calls", "call") for side in ("begin", "end"))),
+        "<|eos|>", "deepseek", open_end="</think>",
+    ),
+    "kimi_k2": Family(
+        (*("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>", *THINK),
+         *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+         "<|tool_call_argument_begin|>"),
+        "<|im_end|>", "kimi_k2", kwargs=({},),
+    ),
+    "minimax_m2": Family(
+        ("]~!b[", "]~b]", "[e~[", *THINK, "<minimax:tool_call>", "</minimax:tool_call>"), "[e~[", "minimax",
+        kwargs=({},),
+    ),
+    "seed_oss": Family(
+        ("<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"), "<|eos|>", "seed_oss",
+        kwargs=({}, {"thinking_budget": 0}),
     ),
 }  # fmt: skip
 FAMILY_NAMES = tuple(FAMILIES)

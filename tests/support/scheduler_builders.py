@@ -10,6 +10,7 @@ from content_probe import ContentProbe
 from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.cache_manager import CacheManager
 from turnkeep.cache.config import CacheConfig
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
 from turnkeep.scheduler.config import SchedulerConfig
 from turnkeep.scheduler.events import Finished, SchedulerEvent, TokenOut
@@ -134,7 +135,7 @@ def make_request(
     token_ids = [(7 * i * (salt + 1) + salt) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
     return Request(
         request_id=request_id,
-        token_ids=list(token_ids),
+        token_ids=EncodedTokens(token_ids),
         num_prompt_tokens=len(token_ids),
         boundaries=tuple(Boundary(position, kind) for position, kind in boundaries),
         sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling),  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import torch
 
 from turnkeep.cache.boundary import Boundary
 from turnkeep.cache.config import CacheConfig
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.factory import build_engine
 from turnkeep.engine.messages import Admitted, EndTurn, Finished, FromEngine, Submit, Tokens
@@ -78,7 +79,7 @@ class SteppedEngine:
             self.loop.receive(
                 Submit(
                     request_id=request_id,
-                    prompt_ids=list(prompt),
+                    prompt_ids=EncodedTokens(prompt),
                     sampling=sampling,
                     boundaries=kinds,
                     conversation_id=conversation_id,
