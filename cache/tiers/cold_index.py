@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
+from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.tiers.keys import page_key
 from turnkeep.cache.tiers.record import Record, RecordKind, TierBudget
 

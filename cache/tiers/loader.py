@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
+from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.prefix_match import PrefixMatch
 from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.retention import ConversationKey
@@ -83,7 +84,7 @@ class Loader:
             node = self._reclaimer.tree.roots.get(match.cache_root)
         key = root_key(self._layout, match.cache_root) if node is None else node_key(self._layout, node)
         limit = len(match.encoded) // TOKEN_BYTES - 1
-        return self._index.deepest(node, key, match.encoded, match.num_tokens + MIN_LOAD_TOKENS, limit)
+        return self._index.deepest(node, key, bytes(match.encoded), match.num_tokens + MIN_LOAD_TOKENS, limit)
 
     def load(
         self, cold: ColdMatch, match: PrefixMatch, conversation_id: str | None, *, may_start: bool = True

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from functools import partial
 
 from turnkeep.cache.boundary import BoundaryKind
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 from turnkeep.cache.eviction import Evictable
-from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
+from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.snapshot import Snapshot
 from turnkeep.cache.tiers.cold_index import ColdIndex
 from turnkeep.cache.tiers.disk_tier import DiskTier

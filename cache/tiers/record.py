@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnkeep.cache.boundary import BoundaryKind
-from turnkeep.cache.page_node import TOKEN_BYTES
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 
 RecordKind = Literal["pages", "snapshot"]
 Bytes = npt.NDArray[np.uint8]

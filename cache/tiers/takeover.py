@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnkeep.cache.page_node import TOKEN_BYTES, PageNode
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES
+from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.retention import ConversationKey, Retention
 from turnkeep.cache.snapshot import Snapshot
