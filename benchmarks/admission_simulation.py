@@ -25,6 +25,7 @@ from benchmarks.simulated_pools import Fault, Pools, require
 
 from turnkeep.cache.boundary import Boundary
 from turnkeep.cache.cache_manager import CacheManager
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.cache.spec import CacheSpec, HistorySpec, KVSpec, StatePart, StateSpec
 from turnkeep.scheduler.acceptance import AcceptanceStatistics
 from turnkeep.scheduler.config import SchedulerConfig
@@ -190,7 +191,7 @@ class Simulation:
         num_stop = rng.choice([0, 0, 1])
         request = Request(
             request_id=f"r{len(self.submitted)}",
-            token_ids=list(prompt),
+            token_ids=EncodedTokens(prompt),
             num_prompt_tokens=len(prompt),
             boundaries=tuple(
                 Boundary(position, "turn_start") for position in sorted({len(history), len(prompt) - rng.randint(0, 2)})
