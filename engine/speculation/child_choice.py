@@ -17,9 +17,6 @@ from turnkeep.kernels.sampling.noise import gumbel_noise
 from turnkeep.scheduler.request import SamplingParams
 
 NUM_CANDIDATES = 64  # tokens of a node that noise is drawn for
-# How far the head's perturbed scores are from the target's, as the scale of a Gumbel distribution: measured on the
-# bundled model, where it made predicted and real acceptance agree best.
-NOISY_SCALE = 0.35
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -60,8 +57,10 @@ class ChildChoice:
         noise = gumbel_noise(self._seeds, torch.from_numpy(positions)[:, None, None], best_ids).numpy()
         perturbed = np.where(self._has_noise, scores + noise, scores)
         order = np.argsort(-perturbed, axis=-1, kind="stable")[..., :num_children]
-        sharp = (perturbed - perturbed.max(-1, keepdims=True)) / NOISY_SCALE
-        edges = np.where(self._has_noise, sharp - np.log(np.exp(sharp).sum(-1, keepdims=True)), scores)
+        # How likely the target's scores, which differ by the head's errors, put another candidate first: as likely as
+        # if those errors were Gumbel noise too. On the bundled model other scales than one gave fewer tokens a step.
+        behind = perturbed - perturbed.max(-1, keepdims=True)
+        edges = np.where(self._has_noise, behind - np.log(np.exp(behind).sum(-1, keepdims=True)), scores)
         return np.take_along_axis(best_ids.numpy(), order, -1), np.take_along_axis(edges, order, -1)
 
 

@@ -167,7 +167,7 @@ class HeadDrafter:
         self, token_ids: Int64Array, hidden: torch.Tensor, positions: Int64Array, attention: DraftAttention
     ) -> torch.Tensor:
         embedded = self._decoder.embed(torch.from_numpy(token_ids))
-        after: torch.Tensor = self._head(embedded, hidden, torch.from_numpy(positions), attention)
+        after: torch.Tensor = self._head(embedded, hidden.to(self._head.dtype), torch.from_numpy(positions), attention)
         return after
 
     def _slots(self, table: Int64Array, owners: Int64Array, positions: Int64Array) -> Int64Array:
