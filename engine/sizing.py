@@ -14,6 +14,7 @@ from turnkeep.models.config import ModelConfig
 
 MIB = 1024 * 1024
 POOL_DTYPES = ("bfloat16", "float32")
+STATE_DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_MAX_RUNNING = 16
 MIN_USEFUL_TOKENS = 256  # one request must have room for this many, else the engine does not start
 TYPICAL_TOKENS = 2048  # of one conversation; decides how memory is split between pages and rows
@@ -71,12 +72,15 @@ def cache_spec(
 
     Raises ValueError for a type that pools cannot have.
     """
-    for name, value in (("kv_dtype", kv_dtype or dtype), ("state_dtype", state_dtype)):
-        if value not in POOL_DTYPES:
-            raise ValueError(f"{name} must be one of {', '.join(POOL_DTYPES)}, not {value!r}")
-    shapes, num_kv_layers = config.state_parts(state_dtype), config.num_attention_layers
+    for name, value, allowed in (
+        ("kv_dtype", kv_dtype or dtype, POOL_DTYPES),
+        ("state_dtype", state_dtype, STATE_DTYPES),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+    shapes, num_kv_layers = config.state_parts(state_dtype, dtype), config.num_attention_layers
     if has_draft_head:
-        shapes += (config.draft_part(state_dtype),)
+        shapes += (config.draft_part("float32" if state_dtype == "float32" else dtype),)
         num_kv_layers += config.num_draft_kv_layers
     parts = tuple(StatePart(part.name, part.num_layers, tuple(part.shape), part.dtype) for part in shapes)
     kv = None

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Literal, NamedTuple
 
+from turnkeep.models.state_tails import tail_parts
+
 # "sliding" is attention that sees the last tokens only; "parallel" is attention and Mamba-2 side by side on one input;
 # "short_conv" keeps a window of inputs and no state.
 LayerKind = Literal["mamba2", "gated_delta", "attention", "sliding", "parallel", "short_conv", "mlp", "moe"]
@@ -266,25 +268,34 @@ class ModelConfig:
         """What a state row holds for the draft head: the last hidden state, which its next entry is made of."""
         return StatePartShape("draft_hidden", 1, (self.hidden_size, 1), dtype)
 
-    def state_parts(self, dtype: str = "float32") -> tuple[StatePartShape, ...]:
-        """What one state row holds, in elements of `dtype`; empty without recurrent layers.
+    def state_parts(self, dtype: str = "float32", input_dtype: str = "float32") -> tuple[StatePartShape, ...]:
+        """What one state row holds; empty without recurrent layers. `dtype`: of the states, float32 or one of 16 bits.
 
-        The element type does not follow that of the weights: a snapshot must not depend on how they were loaded.
+        States in float32 do not follow the type of the weights. With those in 16 bits a row also holds the inputs
+        since the last grid line (`kernels/grid_cells.py`), and these, like windows, exactly: in `input_dtype`, that of
+        the weights.
         """
+        if dtype == "float32":
+            return self._plain_state_parts("float32", "float32")
+        plain, num_layers = self._plain_state_parts(dtype, input_dtype), self.num_recurrent_layers
+        tails = tail_parts(self, input_dtype)
+        return (*plain, *(StatePartShape(name, num_layers, shape, kind) for name, shape, kind in tails))
+
+    def _plain_state_parts(self, dtype: str, window_dtype: str) -> tuple[StatePartShape, ...]:
         num_layers = self.num_recurrent_layers
         if self.short_conv is not None:
-            return (StatePartShape("conv", num_layers, (self.hidden_size, self.short_conv.width - 1), dtype),)
+            return (StatePartShape("conv", num_layers, (self.hidden_size, self.short_conv.width - 1), window_dtype),)
         if self.gated_delta is not None:
             delta = self.gated_delta
             return (
-                StatePartShape("conv", num_layers, (delta.conv_dim, delta.conv_width - 1), dtype),
+                StatePartShape("conv", num_layers, (delta.conv_dim, delta.conv_width - 1), window_dtype),
                 StatePartShape("delta", num_layers, (delta.num_value_heads, delta.key_dim, delta.value_dim), dtype),
             )
         if self.mamba2 is None:
             return ()
         mamba2 = self.mamba2
         return (
-            StatePartShape("conv", num_layers, (mamba2.conv_dim, mamba2.conv_width - 1), dtype),
+            StatePartShape("conv", num_layers, (mamba2.conv_dim, mamba2.conv_width - 1), window_dtype),
             StatePartShape("ssm", num_layers, (mamba2.num_heads, mamba2.head_dim, mamba2.state_size), dtype),
         )
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch
+from turnkeep.kernels.grid_cells import keeps_tails
 from turnkeep.kernels.norm import rms_norm
 from turnkeep.kernels.replay_history import HistoryFolds, fold_windows
 from turnkeep.kernels.rotary import rotary_cos_sin, rotary_frequencies
@@ -95,7 +96,7 @@ class Decoder(nn.Module):
         step = DecoderStep(
             batch=batch,
             cache=cache,
-            recurrent=split_recurrent(batch) if self.is_recurrent else None,
+            recurrent=split_recurrent(batch, on_grid=keeps_tails(cache.states)) if self.is_recurrent else None,
             rotary=None if frequencies is None else rotary_cos_sin(positions, frequencies),
             sliding_rotary=None if sliding is None else rotary_cos_sin(positions, sliding),
         )

@@ -40,12 +40,17 @@ class DecoderStep:
     sliding_rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # those of sliding layers
 
 
-def split_recurrent(batch: ForwardBatch) -> RecurrentStep:
-    """The recurrent part of a packed batch. Raises ValueError when the batch carries no state rows."""
+def split_recurrent(batch: ForwardBatch, *, on_grid: bool = False) -> RecurrentStep:
+    """The recurrent part of a packed batch. With states on the grid single tokens take the scan too.
+
+    Raises ValueError when the batch carries no state rows, or has trees where states are on the grid.
+    """
     rows = batch.state_rows
     if rows is None:
         raise ValueError("the batch has no state rows, but the model has recurrent layers")
-    num_decodes, exports = batch.num_decodes, batch.exports
+    if on_grid and batch.num_trees:
+        raise ValueError("draft trees cannot be verified on states in 16 bits")
+    num_decodes, exports = 0 if on_grid else batch.num_decodes, batch.exports
     num_others = num_decodes + batch.num_trees
     decode_exports = None
     if num_decodes and exports:

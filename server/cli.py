@@ -25,7 +25,7 @@ from turnkeep.clients.chat_client import RequestFailedError
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructions
 from turnkeep.engine.handle import EngineStartError
-from turnkeep.engine.sizing import POOL_DTYPES
+from turnkeep.engine.sizing import POOL_DTYPES, STATE_DTYPES
 from turnkeep.models.catalog import MODEL_NAMES, ModelFilesError, ModelNotFound, find_model
 from turnkeep.models.config import ConfigError
 from turnkeep.models.hub import fetch_model, is_hub_id
@@ -132,8 +132,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _add_pool_dtypes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--kv-dtype", choices=POOL_DTYPES, help="keys and values (default: that of the weights)")
     group.add_argument(
-        "--state-dtype", choices=POOL_DTYPES, default="float32", help="recurrent states (default: float32); bfloat16 "
-        "halves a snapshot, and rounds the state at every step",
+        "--state-dtype", choices=STATE_DTYPES, default="float32", help="recurrent states (default: float32); 16 bits "
+        "make snapshots smaller and decoding slower, and round the state at every 32nd token",
     )  # fmt: skip
 
 

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from turnkeep.kernels.forward_batch import StateExport
+from turnkeep.kernels.gated_delta_scan.grid_reference import gated_delta_grid_scan_reference
 from turnkeep.kernels.gated_delta_scan.reference import gated_delta_scan_reference, gated_delta_update_reference
+from turnkeep.kernels.grid_cells import GridStates
 
-__all__ = ["gated_delta_scan", "gated_delta_update"]
+__all__ = ["gated_delta_grid_scan", "gated_delta_scan", "gated_delta_update"]
 
 
 def gated_delta_scan(
@@ -56,6 +58,29 @@ def gated_delta_scan(
         if not 0 <= export.sequence < num_sequences or not 1 <= export.length <= seq_lens[export.sequence]:
             raise ValueError(f"gated_delta_scan: {export} lies outside sequences of lengths {list(seq_lens)}")
     return gated_delta_scan_reference(q, k, v, g, beta, states, rows, seq_lens, context_lens, chunk_size, exports)
+
+
+def gated_delta_grid_scan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    grid: GridStates,
+    rows: torch.Tensor,
+    seq_lens: Sequence[int],
+    context_lens: Sequence[int],
+    exports: Sequence[StateExport] = (),
+) -> torch.Tensor:
+    """`gated_delta_scan` over rows in 16 bits, rounded on the grid (see `turnkeep.kernels.grid_cells`); single tokens
+    too.
+
+    The tails of `grid` hold k, v, g and beta. Outputs and rows are the same bits however a sequence is cut into calls.
+    """
+    _check("gated_delta_grid_scan", q, k, v, g, beta, grid.states)
+    if sum(seq_lens) != v.shape[0]:
+        raise ValueError(f"gated_delta_grid_scan: lengths {list(seq_lens)} must add up to {v.shape[0]} tokens")
+    return gated_delta_grid_scan_reference(q, k, v, g, beta, grid, rows, seq_lens, context_lens, exports)
 
 
 def gated_delta_update(

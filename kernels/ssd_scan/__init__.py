@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from turnkeep.kernels.forward_batch import StateExport
+from turnkeep.kernels.grid_cells import GridStates
+from turnkeep.kernels.ssd_scan.grid_reference import ssd_grid_scan_reference
 from turnkeep.kernels.ssd_scan.reference import ssd_scan_reference, ssd_update_reference
 
-__all__ = ["ssd_scan", "ssd_update"]
+__all__ = ["ssd_grid_scan", "ssd_scan", "ssd_update"]
 
 
 def ssd_scan(
@@ -54,6 +56,29 @@ def ssd_scan(
         if not 0 <= export.sequence < num_sequences or not 1 <= export.length <= seq_lens[export.sequence]:
             raise ValueError(f"ssd_scan: {export} lies outside sequences of lengths {list(seq_lens)}")
     return ssd_scan_reference(x, dt, A, B, C, D, states, rows, seq_lens, context_lens, chunk_size, exports)
+
+
+def ssd_grid_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    grid: GridStates,
+    rows: torch.Tensor,
+    seq_lens: Sequence[int],
+    context_lens: Sequence[int],
+    exports: Sequence[StateExport] = (),
+) -> torch.Tensor:
+    """`ssd_scan` over rows in 16 bits, rounded on the grid (see `turnkeep.kernels.grid_cells`); single tokens too.
+
+    The tails of `grid` hold x, dt and B. Outputs and rows are the same bits however a sequence is cut into calls.
+    """
+    _check("ssd_grid_scan", x, dt, A, B, C, D, grid.states)
+    if sum(seq_lens) != x.shape[0]:
+        raise ValueError(f"ssd_grid_scan: lengths {list(seq_lens)} must add up to {x.shape[0]} tokens")
+    return ssd_grid_scan_reference(x, dt, A, B, C, D, grid, rows, seq_lens, context_lens, exports)
 
 
 def ssd_update(

@@ -6,6 +6,7 @@ N state dimension. Padding tokens are zero in every tensor: decay 1, no term.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,11 +47,17 @@ class SpanInputs:
             prefix=log_decay.cumsum(-1).exp_(),
         )
 
-    def bound_states(self, carried: torch.Tensor, is_last: bool) -> torch.Tensor:
+    def bound_states(
+        self,
+        carried: torch.Tensor,
+        is_last: bool,
+        finish: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
         """States [carried | after chunk 0 | after chunk 1 | ...], [counts[0] + c, H, P, N].
 
         carried [>= counts[0], H, P, N] holds the states before the span. When no sequence goes on behind it
-        (`is_last`), the states after the last chunks are not needed and left unset.
+        (`is_last`), the states after the last chunks are not needed and left unset. finish(index, states) may change
+        the states after the chunks of an index, counted in the span, before anything goes on from them.
         """
         counts = self.span.counts
         bounds = torch.empty(
@@ -65,9 +72,11 @@ class SpanInputs:
         self._add_terms(self.terms[:num_chunks], self.decay[:num_chunks, ..., -1, :], self.B[:num_chunks], out=added)
         decay = self.prefix[..., -1].reshape(self.span.num_chunks, -1, 1, 1)
         previous, start = 0, counts[0]
-        for count in needed:  # chunk after chunk, all sequences at once
+        for index, count in enumerate(needed):  # chunk after chunk, all sequences at once
             first = start - counts[0]
             bounds[start : start + count].addcmul_(bounds[previous : previous + count], decay[first : first + count])
+            if finish is not None:
+                finish(index, bounds[start : start + count])
             previous, start = start, start + count
         return bounds
 

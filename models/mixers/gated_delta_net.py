@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from turnkeep.kernels.causal_conv1d import causal_conv1d, causal_conv1d_tree, causal_conv1d_update
 from turnkeep.kernels.forward_batch import CacheTensors
-from turnkeep.kernels.gated_delta_scan import gated_delta_scan, gated_delta_update
+from turnkeep.kernels.gated_delta_scan import gated_delta_grid_scan, gated_delta_scan, gated_delta_update
 from turnkeep.kernels.gated_delta_tree import DeltaTerms, gated_delta_fold, gated_delta_tree
+from turnkeep.kernels.grid_cells import GridStates
 from turnkeep.kernels.norm import rms_norm
 from turnkeep.kernels.replay_history import HistoryFolds, HistorySpans
 from turnkeep.models.config import GatedDeltaConfig
@@ -61,7 +62,7 @@ class GatedDeltaMixer(nn.Module):
         if end > cut:
             pieces.append(self._verify(conv_input[cut:end], g[cut:end], beta[cut:end], step))
         if recurrent.num_prefills:
-            pieces.append(self._scan(conv_input[end:], g[end:], beta[end:], windows, states, recurrent))
+            pieces.append(self._scan(conv_input[end:], g[end:], beta[end:], step.cache, recurrent))
         mixed = pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # [T, Hv, V]
         normed = rms_norm(mixed, self.norm_weight, self.norm_eps).reshape(x.shape[0], -1)
         gated = (normed * functional.silu(gate.float())).to(x.dtype)
@@ -113,13 +114,15 @@ class GatedDeltaMixer(nn.Module):
             states.index_copy_(0, targets, states.index_select(0, sources))
         return mixed
 
-    def _scan(
-        self, conv_input: Tensor, g: Tensor, beta: Tensor, windows: Tensor, states: Tensor, step: RecurrentStep
-    ) -> Tensor:
+    def _scan(self, conv_input: Tensor, g: Tensor, beta: Tensor, cache: CacheTensors, step: RecurrentStep) -> Tensor:
+        windows, states = cache.states["conv"][self.index], cache.states["delta"][self.index]
         rows, seq_lens, context_lens = step.prefill_rows, step.prefill_seq_lens, step.prefill_context_lens
         exports = step.prefill_exports
         convolved = causal_conv1d(
             conv_input, self.conv_weight, None, windows, rows, seq_lens, context_lens, "silu", exports
         )
         q, k, v = self._split_heads(convolved)
+        grid = GridStates.of(cache.states, "delta", self.index)
+        if grid is not None:
+            return gated_delta_grid_scan(q, k, v, g, beta, grid, rows, seq_lens, context_lens, exports)
         return gated_delta_scan(q, k, v, g, beta, states, rows, seq_lens, context_lens, CHUNK_SIZE, exports)

@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from turnkeep.kernels.causal_conv1d import causal_conv1d, causal_conv1d_tree, causal_conv1d_update
 from turnkeep.kernels.forward_batch import CacheTensors
+from turnkeep.kernels.grid_cells import GridStates
 from turnkeep.kernels.norm import gated_rms_norm
 from turnkeep.kernels.replay_history import HistoryFolds, HistorySpans
-from turnkeep.kernels.ssd_scan import ssd_scan, ssd_update
+from turnkeep.kernels.ssd_scan import ssd_grid_scan, ssd_scan, ssd_update
 from turnkeep.kernels.ssd_tree import SsdTerms, ssd_fold, ssd_tree
 from turnkeep.models.config import Mamba2Config
 from turnkeep.models.decoder_step import DecoderStep, RecurrentStep
@@ -68,7 +69,7 @@ class Mamba2Mixer(nn.Module):
         if end > cut:
             pieces.append(self._verify(conv_input[cut:end], dt[cut:end], step))
         if recurrent.num_prefills:
-            pieces.append(self._scan(conv_input[end:], dt[end:], windows, states, recurrent))
+            pieces.append(self._scan(conv_input[end:], dt[end:], step.cache, recurrent))
         y = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return functional.linear(self._gated(y, gate), self.out_proj_weight, self.out_proj_bias)
 
@@ -125,13 +126,17 @@ class Mamba2Mixer(nn.Module):
             states.index_copy_(0, targets, states.index_select(0, sources))
         return y.reshape(conv_input.shape[0], -1)
 
-    def _scan(self, conv_input: Tensor, dt: Tensor, windows: Tensor, states: Tensor, step: RecurrentStep) -> Tensor:
+    def _scan(self, conv_input: Tensor, dt: Tensor, cache: CacheTensors, step: RecurrentStep) -> Tensor:
+        windows, states = cache.states["conv"][self.index], cache.states["ssm"][self.index]
         rows, seq_lens, context_lens = step.prefill_rows, step.prefill_seq_lens, step.prefill_context_lens
         exports = step.prefill_exports
         convolved = causal_conv1d(
             conv_input, self.conv_weight, self.conv_bias, windows, rows, seq_lens, context_lens, "silu", exports
         )
         x, B, C = self._split_heads(convolved)
-        chunk_size = self.config.chunk_size
+        grid, chunk_size = GridStates.of(cache.states, "ssm", self.index), self.config.chunk_size
+        if grid is not None:
+            y = ssd_grid_scan(x, dt, self.A, B, C, self.D, grid, rows, seq_lens, context_lens, exports)
+            return y.reshape(conv_input.shape[0], -1)
         y = ssd_scan(x, dt, self.A, B, C, self.D, states, rows, seq_lens, context_lens, chunk_size, exports)
         return y.reshape(conv_input.shape[0], -1)

@@ -50,36 +50,41 @@ def run_together(bench: LoopBench, requests: list[Submit]) -> list[list[int]]:
     return [bench.tokens(message.request_id) for message in requests]
 
 
-CASES = [*((kind, index) for kind in KINDS for index in range(len(SAMPLINGS))), *((kind, 1) for kind in MORE_KINDS)]
+SMALL_STATES = {kind: {"state_dtype": dtype} for kind, dtype in (
+    ("hybrid", "float16"), ("gated_delta", "float16"), ("attention_free", "bfloat16"),
+)}  # fmt: skip
+CASES = [
+    *((kind, index, {}) for kind in KINDS for index in range(len(SAMPLINGS))),
+    *((kind, 1, {}) for kind in MORE_KINDS),
+    *((kind, 1, settings) for kind, settings in SMALL_STATES.items()),
+]
+Case = tuple[TinyKind, dict[str, str], dict[str, float], list[list[int]]]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def case(request: pytest.FixtureRequest) -> tuple[TinyKind, dict[str, float], list[list[int]]]:
-    """A model, a way of sampling, and what it gives alone, cold and unchunked."""
-    kind, index = request.param
-    expected = run_each(make_loop(kind, prefix_caching=False), messages(SAMPLINGS[index]))
+def case(request: pytest.FixtureRequest) -> Case:
+    """A model, settings of its engine, a way of sampling, and what it gives alone, cold and unchunked."""
+    kind, index, settings = request.param
+    expected = run_each(make_loop(kind, prefix_caching=False, **settings), messages(SAMPLINGS[index]))
     assert all(len(output) == 12 for output in expected)
-    return kind, SAMPLINGS[index], expected
-
-
-Case = tuple[TinyKind, dict[str, float], list[list[int]]]
+    return kind, settings, SAMPLINGS[index], expected
 
 
 @pytest.mark.parametrize("max_step_tokens", [7, 64])
 def test_chunk_sizes_give_the_same_tokens(case: Case, max_step_tokens: int) -> None:
-    kind, sampling, expected = case
-    bench = make_loop(kind, prefix_caching=False, max_step_tokens=max_step_tokens)
+    kind, settings, sampling, expected = case
+    bench = make_loop(kind, prefix_caching=False, max_step_tokens=max_step_tokens, **settings)
     assert run_each(bench, messages(sampling)) == expected
 
 
 def test_a_batch_of_odd_lengths_gives_the_same_tokens(case: Case) -> None:
-    kind, sampling, expected = case
-    assert run_together(make_loop(kind, max_step_tokens=50), messages(sampling)) == expected
+    kind, settings, sampling, expected = case
+    assert run_together(make_loop(kind, max_step_tokens=50, **settings), messages(sampling)) == expected
 
 
 def test_cache_hits_give_the_same_tokens(case: Case) -> None:
-    kind, sampling, expected = case
-    bench = make_loop(kind)
+    kind, settings, sampling, expected = case
+    bench = make_loop(kind, **settings)
     assert run_each(bench, messages(sampling)) == expected
     again = [
         submit(f"again{index}", message.prompt_ids, 12, **sampling) for index, message in enumerate(messages(sampling))
@@ -104,10 +109,14 @@ def test_suspension_gives_the_same_tokens(kind: TinyKind, sampling: dict[str, fl
     assert bench.finished("r0").num_suspensions == 0
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
-def test_the_next_turn_computes_its_new_tokens_only_and_gives_what_a_cold_run_gives(kind: TinyKind) -> None:
-    bench = make_loop(kind)
-    cold = make_loop(kind, prefix_caching=False)
+@pytest.mark.parametrize(
+    ("kind", "settings"), [*((kind, {}) for kind in (*KINDS, *MORE_KINDS)), *SMALL_STATES.items()], ids=str
+)
+def test_the_next_turn_computes_its_new_tokens_only_and_gives_what_a_cold_run_gives(
+    kind: TinyKind, settings: dict[str, str]
+) -> None:
+    bench = make_loop(kind, **settings)
+    cold = make_loop(kind, prefix_caching=False, **settings)
     history = prompts(1)[0]
     for turn in range(6):
         name = f"turn{turn}"

@@ -113,11 +113,16 @@ def test_a_draft_head_has_layers_in_the_pages_and_a_part_of_the_row() -> None:
 def test_pool_types_can_be_chosen_apart_from_the_weights() -> None:
     model = ModelConfig.from_dict(tiny_config("hybrid"))
     plain = cache_spec(model, 16, "float32")
-    small = cache_spec(model, 16, "float32", kv_dtype="bfloat16", state_dtype="bfloat16")
+    small = cache_spec(model, 16, "float32", kv_dtype="bfloat16", state_dtype="float16")
     assert small.bytes_per_page * 2 == plain.bytes_per_page
-    assert small.bytes_per_row * 2 == plain.bytes_per_row
-    with pytest.raises(ValueError, match="state_dtype must be one of bfloat16, float32, not 'float16'"):
-        cache_spec(model, 16, "float32", state_dtype="float16")
+    assert small.state is not None
+    sizes = {part.name: part.num_bytes for part in small.state.parts}
+    whole = {part.name: part.num_bytes for part in plain.state.parts} if plain.state else {}
+    assert sizes["ssm"] * 2 == whole["ssm"]
+    assert sizes["conv"] == whole["conv"]  # inputs are kept as they are, and so are those since the last grid line
+    assert set(sizes) - set(whole) == {"ssm_x", "ssm_dt", "ssm_B"}
+    with pytest.raises(ValueError, match="state_dtype must be one of float32, bfloat16, float16, not 'int8'"):
+        cache_spec(model, 16, "float32", state_dtype="int8")
     with pytest.raises(ValueError, match="kv_dtype must be one of"):
         cache_spec(model, 16, "float32", kv_dtype="int8")
 

@@ -17,6 +17,7 @@ OPERATIONS = {
     "row_copy": ["copy_rows", "copy_page_slots"],
     "sampling": ["sample", "top_logprobs"],
     "ssd_scan": ["ssd_scan", "ssd_update"],
+    "stochastic_round": ["stochastic_round"],
     "ssd_tree": ["ssd_tree", "ssd_fold"],
 }
 

@@ -43,7 +43,7 @@ class StepDriver:
                 torch.full((num_rows, *part.shape), torch.nan, dtype=getattr(torch, part.dtype))
                 for _ in range(part.num_layers)
             ]
-            for part in config.state_parts(state_dtype)
+            for part in config.state_parts(state_dtype, str(model.dtype).removeprefix("torch."))
         }
         for pool in kv:
             pool[:, 0] = 0

@@ -205,7 +205,7 @@ def test_both_spellings_of_lfm2_layers_and_of_its_mlp_size_are_read() -> None:
     config = ModelConfig.from_dict(values)
     assert config.mlp is not None
     assert config.mlp.intermediate_size == 72  # 2 / 3 of 100 is 66, rounded up to a multiple of 8
-    assert config.state_parts("bfloat16") == (("conv", 3, (48, 2), "bfloat16"),)
+    assert config.state_parts("float16", "bfloat16") == (("conv", 3, (48, 2), "bfloat16"),)
     old = {key: value for key, value in values.items() if key not in ("layer_types", "intermediate_size")}
     assert ModelConfig.from_dict(old | {"full_attn_idxs": [2], "block_ff_dim": 100}) == config
 

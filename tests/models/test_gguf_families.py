@@ -56,7 +56,10 @@ FILES: dict[str, tuple[str, list[dict[str, Any]]]] = {
         [falcon(FAMILIES["falcon_h1"][0]), falcon(FAMILIES["falcon_h1"][3] | {"mlp_bias": False})],
     ),
     "lfm2": ("lfm2", [plain(values) for values in FAMILIES["lfm2"][:2]]),
-    "nemotron_h": ("nemotron_h_moe", [plain(values) for values in FAMILIES["nemotron_h"] if "n_group" not in values]),
+    "nemotron_h": (
+        "nemotron_h_moe",
+        [plain(values) for values in FAMILIES["nemotron_h"][:3] if "n_group" not in values],
+    ),
 }
 FILES["falcon_h1"][1].append(falcon(FAMILIES["falcon_h1"][3] | {"mlp_bias": False, "mamba_rms_norm": True}))
 FILES["nemotron_h"][1][0]["hybrid_override_pattern"] = "ME*EM"
