@@ -17,9 +17,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # folder, GGUF file, or a catalog name ("demo", "smollm2")
     dtype: str | None = None  # "bfloat16", "float32"; None: bfloat16 where the CPU has instructions for it
     kv_dtype: str | None = None  # of keys and values, "bfloat16" or "float32"; None: that of the weights
-    state_dtype: str = (
-        "float32"  # of recurrent states, or "bfloat16", "float16": smaller snapshots, rounded on a grid of positions
-    )
+    state_dtype: str = "float32"  # of recurrent states; "bfloat16" and "float16": smaller ones, rounded on a grid
     max_running: int | None = None  # requests that may run at once
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's own limit
     memory_bytes: int | None = None  # for pages and state rows together; None: a share of what is free

@@ -52,13 +52,17 @@ NO_SPECULATION = Speculation(None, SpeculationConfig())
 
 def resolve_drafts(config: EngineConfig, source: ModelSource, model_config: ModelConfig) -> Speculation:
     """Who drafts. Raises SpeculationConfigError for limits that contradict each other, ValueError for a draft head that
-    was asked for and is not there."""
+    was asked for and is not there, or cannot be used."""
     limits, notices = resolve_speculation(
         config.max_draft_len, config.dynamic_tree_max_topk, config.max_total_draft_tokens
     )
     if config.speculation == "off":
         return NO_SPECULATION
     reason = why_no_draft_head(source, model_config)
+    if reason is None and config.state_dtype != "float32":
+        reason = f"drafts are verified on states in float32, these are in {config.state_dtype}"
+        if config.speculation == "auto":
+            return Speculation(None, SpeculationConfig(), (f"speculation is off: {reason}",))
     if reason is None:
         return Speculation("mtp", limits, notices)
     if config.speculation == "mtp":
