@@ -88,7 +88,7 @@ class GridCells:
     def led(self, packed: torch.Tensor, tail: torch.Tensor | None) -> torch.Tensor:
         """packed [T, ...] with every sequence behind its tail, or behind zeros where none is needed."""
         pieces = []
-        for sequence, own in enumerate(packed.split(self._own_lens)):
+        for sequence, own in enumerate(torch.split_with_sizes(packed, self._own_lens)):
             if length := self._tail_lens[sequence]:
                 lead = own.new_zeros((length, *own.shape[1:])) if tail is None else tail[self.rows[sequence], :length]
                 pieces.append(lead)
@@ -97,7 +97,7 @@ class GridCells:
 
     def own(self, led: torch.Tensor) -> torch.Tensor:
         """The part of led [...] that belongs to the packed tokens themselves."""
-        parts = led.split(list(self.layout.seq_lens))
+        parts = torch.split_with_sizes(led, list(self.layout.seq_lens))
         pieces = [part[tail:] for part, tail in zip(parts, self._tail_lens, strict=True)]
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 

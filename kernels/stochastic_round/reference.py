@@ -27,12 +27,12 @@ def stochastic_round_reference(
     """See `turnkeep.kernels.stochastic_round.stochastic_round`."""
     rounded = torch.empty(values.shape, dtype=dtype, device=values.device)
     for row, position in enumerate(positions):
-        blocks, targets = values[row].reshape(-1).split(BLOCK), rounded[row].view(-1).split(BLOCK)
-        for number, (block, target) in enumerate(zip(blocks, targets, strict=True)):
-            first = first_element + number * BLOCK
-            bits = _random_bits(block.numel(), position, layer, first, values.device)
+        flat, target = values[row].reshape(-1), rounded[row].view(-1)
+        for start in range(0, flat.numel(), BLOCK):
+            block = flat[start : start + BLOCK]
+            bits = _random_bits(block.numel(), position, layer, first_element + start, values.device)
             found = _to_bfloat16(block, bits) if dtype == torch.bfloat16 else _to_float16(block, bits)
-            target.copy_(torch.where(block.isfinite(), found, block))
+            target[start : start + BLOCK] = torch.where(block.isfinite(), found, block)
     return rounded
 
 
