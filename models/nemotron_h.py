@@ -20,7 +20,7 @@ from turnkeep.models.config import (
 )
 from turnkeep.models.mixer_fields import read_dt_limit
 from turnkeep.models.mixer_sources import LayerNames, layer_alternatives, mixer_sources, outer_sources
-from turnkeep.models.weight_map import Alternatives, Sources, WeightMap, one
+from turnkeep.models.weight_map import Alternatives, Sources, WeightMap, joined, one
 
 NAMES = LayerNames(
     mamba2="mixer.",
@@ -189,8 +189,7 @@ def draft_weight_map(config: ModelConfig) -> WeightMap:
     """Tensor names of the draft head; `config` has the head's layers as its own."""
     size, last = config.hidden_size, len(config.layer_kinds) - 1
     outer = {
-        "embedding_norm_weight": one("mtp.layers.0.enorm.weight", size),
-        "hidden_norm_weight": one("mtp.layers.0.hnorm.weight", size),
+        "input_norm_weight": joined("mtp.layers.0.", {"enorm": size, "hnorm": size}, ".weight"),
         "join_weight": one("mtp.layers.0.eh_proj.weight", size, 2 * size),
         "norm_weight": one(f"mtp.layers.{last}.final_layernorm.weight", size),
     }

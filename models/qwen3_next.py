@@ -19,7 +19,7 @@ from turnkeep.models.config import (
 )
 from turnkeep.models.mixer_fields import read_rope, read_sequence_kinds, read_silu_mlp, with_partial_rope
 from turnkeep.models.mixer_sources import BlockNames, LayerNames, block_sources, block_weight_map
-from turnkeep.models.weight_map import Sources, WeightMap, one
+from turnkeep.models.weight_map import Sources, WeightMap, joined, one
 
 SEQUENCE_NAMES: dict[str, LayerKind] = {"linear_attention": "gated_delta", "full_attention": "attention"}
 DEFAULT_INTERVAL = 4
@@ -159,8 +159,7 @@ def delta_draft_weight_map(config: ModelConfig, names: LayerNames) -> WeightMap:
     """Tensor names of the draft head: one block of gated attention behind norms and a projection of both inputs."""
     size = config.hidden_size
     outer = {
-        "embedding_norm_weight": one("mtp.pre_fc_norm_embedding.weight", size),
-        "hidden_norm_weight": one("mtp.pre_fc_norm_hidden.weight", size),
+        "input_norm_weight": joined("mtp.pre_fc_norm_", {"embedding": size, "hidden": size}, ".weight"),
         "join_weight": one("mtp.fc.weight", size, 2 * size),
         "norm_weight": one("mtp.norm.weight", size),
     }

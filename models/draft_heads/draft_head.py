@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from turnkeep.kernels.norm import rms_norm
+from turnkeep.kernels.norm import gated_rms_norm, rms_norm
 from turnkeep.kernels.rotary import rotary_cos_sin
 from turnkeep.models.config import AttentionConfig, ModelConfig
 from turnkeep.models.decoder import ResidualLayer, build_mixer, make_rotary_frequencies
@@ -67,8 +67,7 @@ class DraftHead(nn.Module):
         self.config = config
         self.dtype = dtype
         size = config.hidden_size
-        self.embedding_norm_weight = empty_parameter(size, dtype=torch.float32)
-        self.hidden_norm_weight = empty_parameter(size, dtype=torch.float32)
+        self.input_norm_weight = empty_parameter(2 * size, dtype=torch.float32)  # of the embedding, then of the state
         self.join_weight = empty_parameter(size, 2 * size, dtype=dtype)
         self.layers = nn.ModuleList(
             ResidualLayer(_draft_mixer(config, position, dtype), config, dtype)
@@ -89,11 +88,9 @@ class DraftHead(nn.Module):
         config, frequencies = self.config, self.rotary_frequencies
         rotary = None if frequencies is None else rotary_cos_sin(positions, frequencies)
         step = DraftStep(attention, rotary)
-        both = (
-            rms_norm(embedded, self.embedding_norm_weight, config.norm_eps),
-            rms_norm(hidden, self.hidden_norm_weight, config.norm_eps),
-        )
-        residual = functional.linear(torch.cat(both, dim=-1), self.join_weight)
+        both = torch.cat((embedded, hidden), dim=-1)
+        normed = gated_rms_norm(both, None, self.input_norm_weight, config.norm_eps, config.hidden_size)
+        residual = functional.linear(normed, self.join_weight)
         for layer in self.layers:
             residual = layer(residual, step)
         return rms_norm(residual, self.norm_weight, config.norm_eps)
