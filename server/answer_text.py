@@ -1,5 +1,6 @@
-"""From the token ids of one choice to its deltas: detokenize, stop strings, parse reasoning and tool calls.
+"""From the token ids of one choice to its deltas: detokenize, parse reasoning and tool calls, look for stop strings.
 
+Stop strings end the content that a client reads; in reasoning, markup and the arguments of calls they mean nothing.
 Works token by token, so that the result does not depend on how the engine's events were merged. No engine, no I/O.
 """
 
@@ -36,9 +37,13 @@ class AnswerText:
         self._parser: AnswerParser | PlainParser = PlainParser()
         if prompt.is_chat:
             self._parser = text_model.format.new_parser(
-                prompt.encoded.text, tool_names=request.tool_names, tools=request.tools or ()
+                prompt.encoded.text,
+                tool_names=request.tool_names,
+                tools=request.tools or (),
+                hides_calls=request.hides_calls,
             )
         self._has_too_many_calls = False
+        self._num_calls = 0
 
     @property
     def is_stopped(self) -> bool:
@@ -62,7 +67,7 @@ class AnswerText:
             self.num_output_tokens += 1
             is_end = token_id in self._stop_token_ids
             text = "" if is_end else self._detokenizer.push((token_id,))
-            parsed = self._parser.push(self._stop_strings.push(text)) if text else []
+            parsed = self._until_stop(self._parser.push(text)) if text else []
             if any(one.kind == "reasoning" for one in parsed):
                 self.num_reasoning_tokens += 1
             delta = self._merge(deltas, parsed)
@@ -76,7 +81,7 @@ class AnswerText:
         self.output_ids.append(token_id)
         self.num_output_tokens += 1
         text = "" if token_id in self._stop_token_ids else self._detokenizer.push_one(token_id)
-        parsed = self._parser.push(self._stop_strings.push(text)) if text else []
+        parsed = self._until_stop(self._parser.push(text)) if text else []
         kind = parsed[0].kind if len(parsed) == 1 else None
         if kind == "content":
             delta = TurnDelta(self._index, content=parsed[0].text, token_ids=[token_id])
@@ -93,17 +98,38 @@ class AnswerText:
 
     def finish(self, reason: str) -> list[TurnDelta]:
         """The rest that was held back. `reason` is the engine's."""
-        if self.is_stopped:
-            reason = "stop"
         deltas: list[TurnDelta] = []
-        rest = self._stop_strings.push(self._detokenizer.flush()) + self._stop_strings.flush()
-        self._merge(deltas, self._parser.push(rest) if rest else [])
-        self._merge(deltas, self._parser.finish(reason))
+        rest = "" if self.is_stopped else self._detokenizer.flush()
+        parsed = self._parser.push(rest) if rest else []
+        parsed += self._parser.finish("stop" if self.is_stopped else reason)
+        self._merge(deltas, self._until_stop(parsed))
+        if held := self._stop_strings.flush():
+            self._merge(deltas, [Delta("content", held)])
         return self._collect(deltas)
+
+    def _until_stop(self, parsed: list[Delta]) -> list[Delta]:
+        """What may be shown of the parser's deltas: content up to a stop string, and nothing behind it."""
+        if not self._stop_strings.is_active:
+            return parsed
+        shown: list[Delta] = []
+        for one in parsed:
+            if self._stop_strings.stopped:
+                break
+            if one.kind == "content":
+                text = self._stop_strings.push(one.text)
+            else:
+                text = self._stop_strings.flush()  # a stop string does not go on behind a call
+            if text:
+                shown.append(Delta("content", text))
+            if one.kind != "content":
+                shown.append(one)
+        return shown
 
     @property
     def end_reason(self) -> EndReason:
         """As the client sees it; valid after finish()."""
+        if self._stop_strings.stopped:
+            return "tool_calls" if self._num_calls else "stop"
         return cast(EndReason, self._parser.finish_reason)
 
     def _merge(self, deltas: list[TurnDelta], parsed: list[Delta]) -> TurnDelta:
@@ -123,6 +149,7 @@ class AnswerText:
             elif one.index > 0 and not self._parallel_tool_calls:
                 self._has_too_many_calls = True
             elif one.kind == "tool_call":
+                self._num_calls += 1
                 call_id = one.call_id or self._text_model.format.new_call_id()
                 last.tool_calls.append(ToolCallDelta(one.index, id=call_id, name=one.text))
             else:

@@ -108,6 +108,10 @@ class ChatCompletionRequest(msgspec.Struct, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(ChatCompletionRequest)
+# msgspec takes an escape that stands for no character for the end of the data.
+_HALF_PAIR = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
 _PATH = re.compile(r" - at `(?:key in )?\$?\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 
@@ -124,7 +128,8 @@ def decode_request(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     except msgspec.ValidationError as error:
         raise validation_error(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise errors.bad_request(f"The body is not valid JSON: {error}") from None
+        reason = "a string holds half a surrogate pair" if _HALF_PAIR.search(body) else str(error)
+        raise errors.bad_request(f"The body is not valid JSON: {reason}.") from None
     except RecursionError:
         raise errors.bad_request("The body is nested too deeply.") from None
 

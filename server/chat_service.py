@@ -62,10 +62,13 @@ class ChatService:
     ) -> None:
         self.text_model = text_model
         self.metrics = metrics
-        metrics.register_texts(text_model)
         self.served_names = served_names or (text_model.name,)
         self.fingerprint = text_model.fingerprint
         self.conversations = ConversationTable(clock=clock)
+        metrics.register_counts("texts", "What became of prompts and answers as text.", "event", text_model.counts)
+        metrics.register_counts(
+            "conversations", "Conversations and the ids of requests.", "event", lambda: self.conversations.counters
+        )
         self.registry: Store | None = None  # when a conversation began, beyond this process
         self.is_draining = False
         self._supervisor = supervisor

@@ -11,7 +11,7 @@ import json
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from turnkeep.server.common_prefix import common_prefix_tokens
@@ -35,6 +35,7 @@ class ConversationTag:
     source: str
     conflicting: tuple[str, ...] = ()
     shared: bool = False
+    num_unusable: int = 0  # texts in these places that cannot be ids
 
 
 NO_TAG = ConversationTag(None, "none")
@@ -57,19 +58,17 @@ def resolve_conversation(
     Header names in any case, with "-" or "_". extra_headers: names that count last, where an operator wants them.
     """
     names = {name.lower().replace("_", "-"): value for name, value in headers.items()}
-    signals = [
-        (source, value)
-        for source, value in _signals(names, body, extra_headers)
-        if isinstance(value, str) and is_valid_id(value)
-    ]
+    given = [(source, value) for source, value in _signals(names, body, extra_headers) if isinstance(value, str)]
+    signals = [(source, value) for source, value in given if is_valid_id(value)]
+    num_unusable = len(given) - len(signals)
     if not signals:
-        return NO_TAG
+        return replace(NO_TAG, num_unusable=num_unusable)
     source, chosen = signals[0]
     # A cache key is allowed to differ from the conversation it serves.
     conflicting = tuple(
         name for name, value in signals[1:] if value != chosen and name not in ("prompt_cache_key", *extra_headers)
     )
-    return ConversationTag(chosen, source, conflicting, shared=source == "prompt_cache_key")
+    return ConversationTag(chosen, source, conflicting, source == "prompt_cache_key", num_unusable)
 
 
 def is_last_turn(headers: Mapping[str, str]) -> bool:
@@ -339,6 +338,7 @@ class ConversationTable:
         """Count where ids come from and how often signals disagree."""
         self.counters[f"source:{tag.source}"] += 1
         self.counters["conflicts"] += bool(tag.conflicting)
+        self.counters["unusable_ids"] += tag.num_unusable
 
     def _trim(self) -> None:
         """Free token ids of the least recently used conversations beyond the bound."""

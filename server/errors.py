@@ -80,6 +80,10 @@ def context_overflow(num_prompt_tokens: int, max_model_len: int) -> ApiError:
     )
 
 
+def body_too_large() -> ApiError:
+    return ApiError(413, "The body is too large.", code="request_too_large", closes_connection=True)
+
+
 def model_not_found(name: str) -> ApiError:
     return ApiError(404, f"The model '{shorten(name, 100)}' does not exist.", param="model", code="model_not_found")
 

@@ -6,8 +6,7 @@ Counters of the engine go on over its restarts: a new engine process starts at z
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -29,18 +28,6 @@ ENGINE_GAUGES = {
     "turnkeep_requests_suspended": ("num_suspended", "Requests that gave their memory up and wait to go on."),
     "turnkeep_free_pages": ("num_free_pages", "Attention pages that hold nothing."),
     "turnkeep_free_state_rows": ("num_free_rows", "Recurrent state rows that hold nothing."),
-}
-
-# Counts of the text half: exported name -> (key, meaning).
-TEXT_COUNTERS = {
-    "turnkeep_spliced_answers": ("spliced", "Prompts that repeat an answer and got the ids that were sampled."),
-    "turnkeep_spliced_tokens": ("spliced_tokens", "Sampled ids that prompts got back."),
-    "turnkeep_changed_answers": ("changed", "Prompts that continue an answer which came back with another text."),
-    "turnkeep_unfit_answers": ("unfit", "Answers whose text and ids disagree on delimiters, so that none is spliced."),
-    "turnkeep_boundary_failures": ("boundary_failures", "Prompts in which no boundary could be found."),
-    "turnkeep_lost_cache_marks": ("lost_marks", "Clients' cache marks that the chat template does not print."),
-    "turnkeep_relaxed_prompts": ("relaxed", "Prompts that the chat template took only in a relaxed form."),
-    "turnkeep_prompts_without_cuts": ("without_cuts", "Texts in which text and ids disagree on delimiters."),
 }
 
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
@@ -73,21 +60,17 @@ class EngineTotals:
         return {name: self._finished.get(name, 0.0) + self._running.get(name, 0.0) for name in names}
 
 
-class TextCounters(Protocol):
-    """What the text half of a model counts; the names are the fields' without num_."""
+class _CountsCollector(Collector):
+    """Reads the counts of a part of the server when Prometheus asks."""
 
-    def counts(self) -> dict[str, int]: ...
-
-
-class _TextCollector(Collector):
-    """Reads the counts of the text half when Prometheus asks."""
-
-    def __init__(self, texts: TextCounters) -> None:
-        self._texts = texts
+    def __init__(self, name: str, meaning: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+        self._name, self._meaning, self._label, self._read = name, meaning, label, read
 
     def collect(self) -> Iterator[Metric]:
-        for name, (key, meaning) in TEXT_COUNTERS.items():
-            yield CounterMetricFamily(name, meaning, value=self._texts.counts()[key])
+        family = CounterMetricFamily(self._name, self._meaning, labels=[self._label])
+        for label, count in sorted(self._read().items()):
+            family.add_metric([label], count)
+        yield family
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -152,9 +135,9 @@ class ServerMetrics:
         self.request_s = histogram("request_duration_seconds", "From arrival to the end of the answer.", _LATENCY_S)
         self.queue_s = histogram("queue_time_seconds", "Waiting for admission in the engine.", _LATENCY_S)
 
-    def register_texts(self, texts: TextCounters) -> None:
-        """Export what the text half of the model counts."""
-        self.registry.register(_TextCollector(texts))
+    def register_counts(self, name: str, meaning: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+        """Export what a part of the server counts by itself: one metric, a label for each count."""
+        self.registry.register(_CountsCollector(f"turnkeep_{name}", meaning, label, read))
 
     def count_finished(self, finished: Finished, ended: ChoiceEnded | None) -> None:
         """One engine request ended; with an answer, the numbers are the ones that its usage shows."""

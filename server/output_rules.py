@@ -57,10 +57,11 @@ def output_rules(request: ChatCompletionRequest, tools: list[dict[str, Any]] | N
 def callable_names(
     tools: list[dict[str, Any]] | None, tool_choice: Any, rules: OutputRules | None
 ) -> frozenset[str] | None:
-    """What the answer may call. With tool_choice none the tools stay in the prompt, so that its prefix stays too."""
-    if not tools or tool_choice == "none":
+    """The tools whose calls are looked for in the answer. With tool_choice none, too, where they stay in the prompt (so
+    that its prefix stays) and the answer may call one against its will."""
+    if not tools:
         return None
-    if rules is not None:
+    if rules is not None and tool_choice != "none":
         return frozenset(rules.tool_names)
     return frozenset(tool["function"]["name"] for tool in tools)
 

@@ -19,6 +19,12 @@ BODY_IDLE_S = 60.0
 PARSE_IN_THREAD_BYTES = 1 << 20  # a body from here on is parsed beside the event loop
 
 
+def check_length(request: web.Request) -> None:
+    """Raises ApiError 413 for a body that says itself that it is too large, before any of it is read."""
+    if request.content_length is not None and request.content_length > request.client_max_size:
+        raise errors.body_too_large()
+
+
 async def read_bytes(request: web.Request) -> bytes:
     """The whole body, read once however often it is asked for.
 
@@ -47,6 +53,7 @@ async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
         raise errors.ApiError(
             415, "The body must be sent as Content-Type: application/json.", code="unsupported_media_type"
         )
+    check_length(request)
     try:
         data = await read_bytes(request)
     except web.RequestPayloadError:

@@ -186,17 +186,18 @@ class TextModel:
         return next((index for index, end in enumerate(ends) if end > num_chars), None)
 
     def counts(self) -> dict[str, int]:
-        """Monotonic counts, for metrics."""
+        """Monotonic counts, for metrics: answers that came back with the ids that were sampled (spliced) or with other
+        text (changed) or whose text and ids disagree (unfit), and prompts in which something could not be found."""
         splices, boundaries = self.encoder.splices, self.boundaries.counters
         return {
-            "spliced": splices.num_spliced,
+            "spliced_answers": splices.num_spliced,
             "spliced_tokens": splices.num_spliced_tokens,
-            "changed": splices.num_changed,
-            "unfit": splices.num_unfit,
+            "changed_answers": splices.num_changed,
+            "unfit_answers": splices.num_unfit,
             "boundary_failures": boundaries.num_failures,
-            "lost_marks": boundaries.num_lost_marks,
-            "relaxed": self.encoder.num_relaxed,
-            "without_cuts": self.encoder.num_without_cuts,
+            "lost_cache_marks": boundaries.num_lost_marks,
+            "relaxed_prompts": self.encoder.num_relaxed,
+            "prompts_without_cuts": self.encoder.num_without_cuts,
         }
 
     def token_text(self, token_id: int, logprob: float) -> TokenText:

@@ -80,6 +80,7 @@ class TurnRequest:
     num_choices: int = 1
     stop_strings: tuple[str, ...] = ()
     tool_names: frozenset[str] | None = None  # None: no calls
+    hides_calls: bool = False  # calls that are made all the same are left out
     output_rules: OutputRules | None = None  # the form that the output must have
     parallel_tool_calls: bool = True
     return_token_ids: bool = False
@@ -115,6 +116,7 @@ def to_turn(request: ChatCompletionRequest, defaults: SamplingDefaults, vocab_si
         num_choices=num_choices,
         stop_strings=_stop_strings(request.stop),
         tool_names=callable_names(tools, request.tool_choice, rules),
+        hides_calls=request.tool_choice == "none",
         output_rules=rules,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         return_token_ids=bool(request.return_token_ids),

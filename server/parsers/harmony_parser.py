@@ -27,12 +27,13 @@ Kind = Literal["content", "reasoning", "call"]
 class HarmonyParser:
     """Has the face of OutputParser. prompt_text: its end tells in which header or body the output begins."""
 
-    def __init__(self, prompt_text: str, *, tool_names: frozenset[str] | None) -> None:
+    def __init__(self, prompt_text: str, *, tool_names: frozenset[str] | None, hides_calls: bool = False) -> None:
         self.finish_reason: str = "stop"
         self.truncated_call: bool = False
         self.num_calls: int = 0
         self.num_unknown_tools: int = 0
         self._tool_names = tool_names
+        self._hides_calls = hides_calls
         self._kind: Kind | None = None  # of the body that is open; None: in a header
         self._name = ""
         self._text = ""
@@ -114,7 +115,7 @@ class HarmonyParser:
 
     def _num_ready(self) -> int:
         """How much of the text holds surely no part of a marker."""
-        if self._is_final:
+        if self._is_final and not self._is_cut:
             return len(self._text)
         start = self._text.rfind("<")
         is_part = start >= 0 and any(marker.startswith(self._text[start:]) for marker in MARKUP)
@@ -125,7 +126,10 @@ class HarmonyParser:
         body = "".join(self._body)
         arguments = read_object(body) if body.strip() else "{}"
         self._kind = None
-        if arguments is None or (self._is_cut and not body.strip()):
+        is_whole = arguments is not None and bool(body.strip() or not self._is_cut)
+        if self._hides_calls or (self._is_cut and self._is_final and not is_whole):
+            return  # not allowed, or cut by the length limit
+        if arguments is None:
             self._emit("content", body)
             return
         self._emit("tool_call", self._name, self.num_calls)

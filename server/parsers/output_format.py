@@ -102,16 +102,22 @@ class OutputFormat:
         return uuid.uuid4().hex[:num_chars] if num_chars else f"call_{uuid.uuid4().hex[:24]}"
 
     def new_parser(
-        self, prompt_text: str, *, tool_names: Collection[str] | None, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        prompt_text: str,
+        *,
+        tool_names: Collection[str] | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        hides_calls: bool = False,
     ) -> AnswerParser:
         """A parser for one answer. The end of the prompt tells whether a reasoning block is already open.
 
-        tool_names: the declared tools; None when no call is allowed (markup is then dropped, its text is content).
+        tool_names: the declared tools; None without any (markup is then dropped, its text is content). hides_calls:
+        no call is allowed, one that is made all the same is left out.
         tools: as in the request; their schemas give types to values that are written as plain text.
         """
         names = None if tool_names is None else frozenset(tool_names)
         if self.is_harmony:
-            return harmony_parser.HarmonyParser(prompt_text, tool_names=names)
+            return harmony_parser.HarmonyParser(prompt_text, tool_names=names, hides_calls=hides_calls)
         is_open, prefix = False, self.reasoning_prefix
         if self.has_reasoning:
             stripped = prompt_text.rstrip()
@@ -130,6 +136,7 @@ class OutputFormat:
             reasoning_suffix=self.reasoning_suffix,
             content_prefix=self.content_prefix,
             call_separator=self.call_separator,
+            hides_calls=hides_calls,
         )
 
 

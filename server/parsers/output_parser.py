@@ -2,7 +2,8 @@
 
 Reasoning stands between two tags; what a call looks like is its syntax's to say. A call is delivered when it is
 complete: until then it may turn out to be no call, and a client must never be handed broken JSON as a call. What is no
-call stays text. The text is looked at once; pieces may be split anywhere.
+call stays text; a call that the length limit cuts is neither a call nor text. The text is looked at once;
+pieces may be split anywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ State = Literal["content", "reasoning", "call"]
 
 BLOCK_CHARS = 2048
 LONG_CALL_CHARS = 2048
+MIN_HALF_TAG_CHARS = 4  # so much of a tag at the end of an answer that was cut is no text
 MAX_FUTILE_CALLS = 8  # after so many long texts that were no call after all, no more are looked for: time stays linear
 
 
@@ -40,6 +42,7 @@ class OutputParser:
         reasoning_suffix: str,
         content_prefix: str,
         call_separator: str | None,
+        hides_calls: bool = False,
     ) -> None:
         self.finish_reason: str = "stop"
         self.truncated_call: bool = False
@@ -57,6 +60,7 @@ class OutputParser:
         self._reasoning_suffix = reasoning_suffix
         self._content_prefix = content_prefix
         self._call_separator = call_separator
+        self._hides_calls = hides_calls
         self._state: State = "reasoning" if is_reasoning else "content"
         self._text = ""  # not yet decided; short, except for blanks
         self._prefix = first_prefix if is_reasoning else ""  # to be taken away from the front of what follows
@@ -72,6 +76,7 @@ class OutputParser:
         self._deltas: list[Delta] = []
         self._backlog: deque[str] = deque()  # text to look at after _text, in blocks, so that no step copies much
         self._is_final = False
+        self._is_cut = False  # by the length limit
 
     def push(self, text: str) -> list[Delta]:
         """Deltas that the next piece of text completes."""
@@ -90,7 +95,7 @@ class OutputParser:
     def finish(self, reason: str) -> list[Delta]:
         """The rest. reason: why generation ended ("stop", "length", ...)."""
         self._is_final = True
-        is_cut = reason == "length"
+        self._is_cut = is_cut = reason == "length"
         if self._state == "call" and self._scanner.state == "open":
             self.truncated_call = is_cut
         deltas = self._run()
@@ -189,16 +194,18 @@ class OutputParser:
 
     def _num_ready(self, tags: Sequence[str]) -> int:
         """How much of the text can be delivered: not blanks at its end (they may belong to a tag), nor half a tag."""
-        if self._at_end:
+        if self._at_end and not self._is_cut:
             return len(self._text)
         longest = max(map(len, tags), default=1) - 1
         end = len(self._text)
         for length in range(min(longest, end), 0, -1):
             tail = self._text[end - length :]
             if any(tag.startswith(tail) for tag in tags):
+                if self._at_end and length < MIN_HALF_TAG_CHARS:
+                    break
                 end -= length
                 break
-        return len(self._text[:end].rstrip())
+        return end if self._at_end else len(self._text[:end].rstrip())
 
     def _deliver_content(self, text: str) -> None:
         self._text = self._text[len(text) :]
@@ -257,6 +264,9 @@ class OutputParser:
         if self._scanner.state == "open":
             if not self._at_end:
                 return False
+            if self._is_cut and self._is_surely_call:
+                self._drop_call()
+                return True
             self._num_futile += 1
             self._reject_call()
             return True
@@ -291,7 +301,7 @@ class OutputParser:
             self._emit("reasoning", self._before_call.removesuffix(self._reasoning_suffix))
         else:
             self._emit_content(self._content_before_call())
-        for call in calls:
+        for call in () if self._hides_calls else calls:
             self._deltas.append(Delta("tool_call", call.name, self.num_calls, call.call_id))
             self._emit("arguments", call.arguments, self.num_calls)
             self.num_calls += 1
@@ -306,6 +316,20 @@ class OutputParser:
         if self._call_separator is None or not (before.strip() or self._has_content):
             return before.rstrip()
         return before.removesuffix(self._call_separator)
+
+    @property
+    def _is_surely_call(self) -> bool:
+        """Whether a call that is not complete is one all the same: JSON may be the answer, and to think of calls in
+        tags is no call."""
+        if self._call_origin == "reasoning":
+            return False
+        body = "".join(self._call_parts)
+        return not self._is_bare or any(f'"{name}"' in body for name in self._tool_names or ())
+
+    def _drop_call(self) -> None:
+        """The length limit cut it: a client could not act on it, and sent back as text it would spoil the history."""
+        self._emit_content(self._content_before_call())
+        self._state, self._text, self._call_parts = "content", "", []
 
     def _reject_call(self) -> None:
         """It was no call: its opener is text, and what follows is looked at again."""

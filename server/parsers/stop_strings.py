@@ -19,6 +19,11 @@ class StopStrings:
         self.stopped: bool = False
         self.matched: str | None = None
 
+    @property
+    def is_active(self) -> bool:
+        """Whether there are any to look for."""
+        return bool(self._stops)
+
     def push(self, text: str) -> str:
         """Text that can be delivered now; empty for everything behind the stop string."""
         if self.stopped:

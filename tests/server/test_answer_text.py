@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import END_TOKEN_ID, make_text_model
@@ -66,7 +67,8 @@ def test_the_answer_does_not_depend_on_how_events_were_merged(
     assert shown(play(token_ids, [1] * len(token_ids), reason, **fields)) == whole
     assert "�" not in (whole[0] or "")
     for stop in stops:
-        assert stop not in (whole[0] or "") + (whole[1] or "")
+        # Behind reasoning or a call, which end what may become a stop string, content goes on.
+        assert stop not in (whole[0] or "") or whole[1] or whole[2]
 
 
 def test_the_end_token_is_counted_and_not_shown() -> None:
@@ -107,3 +109,34 @@ def test_reasoning_after_content_starts_a_delta_of_its_own() -> None:
 
 def is_bare(delta: TurnDelta) -> bool:
     return not (delta.content or delta.reasoning or delta.tool_calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "num_calls"),
+    [
+        ("<think>a STOP b</think>one STOP two", "one ", "a STOP b", 0),
+        ('one<tool_call>{"name": "look", "arguments": {"x": "STOP"}}</tool_call>', "one", None, 1),
+        ('one<tool_call>{"name": "look", "arguments": {}}</tool_call>two STOP', "onetwo ", None, 1),
+        ('ST<tool_call>{"name": "look", "arguments": {}}</tool_call>OP', "STOP", None, 1),
+        ("one ST", "one ST", None, 0),
+    ],
+)
+def test_stop_strings_end_content_and_mean_nothing_elsewhere(
+    text: str, content: str, reasoning: str | None, num_calls: int
+) -> None:
+    """PARSE-6, API-CH-9: no half tag is left behind, and reasoning or a call is not cut."""
+    token_ids = [*TEXT_MODEL.tokenizer.encode(text), END_TOKEN_ID]
+    for sizes in ([], [1] * len(token_ids)):
+        answer = play(token_ids, sizes, stop_strings=("STOP",), tool_names=frozenset({"look"}))
+        message = answer.collected.message()
+        assert (message["content"], message.get("reasoning_content")) == (content, reasoning)
+        assert len(message.get("tool_calls", ())) == num_calls
+        assert answer.end_reason == ("tool_calls" if num_calls else "stop")
+
+
+@pytest.mark.parametrize("stop", ["_call>", "call", "<tool", "think>"])
+def test_a_stop_string_inside_a_tag_leaves_no_half_of_it(stop: str) -> None:
+    text = '<think>x</think>one<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    answer = play([*TEXT_MODEL.tokenizer.encode(text), END_TOKEN_ID], [], stop_strings=(stop,), tool_names={"look"})
+    assert answer.collected.message()["content"] == "one"
+    assert answer.end_reason == "tool_calls"

@@ -185,7 +185,8 @@ def test_defaults_come_from_the_models_generation_config() -> None:
 def test_without_tools_or_with_tool_choice_none_nothing_may_be_called() -> None:
     tools = [{"type": "function", "function": {"name": "look_up"}}]
     assert convert().tool_names is None
-    assert convert(tools=tools, tool_choice="none").tool_names is None
+    unwanted = convert(tools=tools, tool_choice="none")
+    assert (unwanted.tool_names, unwanted.hides_calls) == ({"look_up"}, True)
     assert convert(tools=tools).tool_names == {"look_up"}
     assert convert(tools=tools, tool_choice="none").tools is not None, "the prompt, and so its prefix, stays"
 

@@ -87,7 +87,7 @@ def test_an_operator_can_name_more_headers() -> None:
 )
 def test_an_unusable_id_is_passed_over(bad: object) -> None:
     tag = resolve_conversation({}, {"conversation": bad, "prompt_cache_key": "k"})
-    assert tag.conversation_id == "k"
+    assert (tag.conversation_id, tag.num_unusable) == ("k", isinstance(bad, str))
 
 
 @pytest.mark.parametrize("bad", ["{", "{}", "[]", '{"session_id": 5}', "{" * 10_000, 5, None])
@@ -167,7 +167,7 @@ def test_sources_and_conflicts_are_counted() -> None:
     table = ConversationTable(clock=Clock())
     table.note_tag(resolve_conversation({"session-id": "a"}, {"conversation": "b"}))
     table.note_tag(resolve_conversation({}, {}))
-    assert table.counters == {"source:conversation": 1, "source:none": 1, "conflicts": 1}
+    assert +table.counters == {"source:conversation": 1, "source:none": 1, "conflicts": 1}
 
 
 def record(

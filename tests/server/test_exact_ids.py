@@ -187,8 +187,9 @@ async def test_the_next_turn_over_http_repeats_exactly_what_was_sampled(
         assert second.prompt_ids[: len(held)] == held
         # The turn's end is stable as a whole: the cache can go on from where the answer ended.
         assert server.engine.ended_turns[first.request_id] >= len(held) - 1
-        assert await server.metric("turnkeep_spliced_answers_total") == before["spliced"] + 1
-        assert await server.metric("turnkeep_spliced_tokens_total") == before["spliced_tokens"] + len(letters) + 1
+        assert await server.metric('turnkeep_texts_total{event="spliced_answers"}') == before["spliced_answers"] + 1
+        spliced = await server.metric('turnkeep_texts_total{event="spliced_tokens"}')
+        assert spliced == before["spliced_tokens"] + len(letters) + 1
 
 
 @pytest.mark.parametrize(

@@ -402,12 +402,15 @@ def test_a_call_cut_anywhere_by_the_length_limit_is_never_a_broken_call(name: st
     family = FAMILIES[name]
     whole = json.loads(LOOK[1])
     num_cut = 0
+    is_bare = name in ("json", "llama3_json")
     for end in range(len(family.call) + 1):
         read, parser = parse(family, family.call[:end], reason="length")
         assert parser.finish_reason == "length"
         assert all(json.loads(arguments) == whole for _, arguments in read.tool_calls)
         assert not (parser.truncated_call and read.tool_calls)
         num_cut += parser.truncated_call
+        if parser.truncated_call and not (is_bare and '"look"' not in family.call[:end]):
+            assert not (read.content or "").strip(), family.call[:end]  # nor text of which half is markup
         normalize_messages([read.message(["c"] * len(read.tool_calls))])
     assert num_cut > 5
 
@@ -418,6 +421,18 @@ def test_no_call_is_made_where_none_is_allowed(name: str) -> None:
     read, parser = parse(family, "Well. " + family.call + family.other, tools=False)
     assert read.tool_calls == []
     assert parser.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_that_is_made_although_none_is_allowed_is_left_out(name: str) -> None:
+    """API-TOOL-2, PARSE-12: tool_choice none; the tools stay in the prompt, and the model may call one all the same."""
+    family = FAMILIES[name]
+    for text in (family.call, family.call + family.other):
+        parser = family.form.new_parser(family.prompt, tool_names=NAMES, tools=TOOLS, hides_calls=True)
+        read = collect([*parser.push(text), *parser.finish("stop")])
+        assert read.tool_calls == []
+        assert not (read.content or "").strip(), (name, read)
+        assert (parser.finish_reason, parser.num_calls) == ("stop", 0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
