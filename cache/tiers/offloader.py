@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from turnkeep.cache.boundary import BoundaryKind
@@ -19,19 +20,29 @@ from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.snapshot import Snapshot
 from turnkeep.cache.tiers.cold_index import ColdIndex
 from turnkeep.cache.tiers.disk_tier import DiskTier
-from turnkeep.cache.tiers.keys import node_key, owner_key, snapshot_key
+from turnkeep.cache.tiers.keys import KEY_BYTES, node_key, owner_key, snapshot_key
 from turnkeep.cache.tiers.pool_content import PoolContent
 from turnkeep.cache.tiers.record import Bytes, Record, RecordName
 from turnkeep.cache.tiers.tier_counters import TierCounters
 
 RUN_BYTES = 4 << 20  # of one record of pages: a file that is read in a few milliseconds
 IDLE_BYTES = 8 << 20  # copied before the loop looks for messages again
+HEADER_BYTES = 320  # of a file, at most, without the keys of its pages
 MIN_BACKLOG_BYTES = 64 << 20
 QUIET_S = 1.0  # in a tool loop a snapshot is superseded within a second; writing it would be for nothing
 IDLE_KINDS: frozenset[BoundaryKind] = frozenset({"trunk", "turn_start", "turn_end", "declared", "branch"})
 OFFLOADED_KINDS = IDLE_KINDS | {"suspended"}
 
 Owner = tuple[str, str | None]  # cache root, conversation id
+
+
+@dataclass(slots=True)
+class _Unwritten:
+    """owner: of what is no snapshot; a snapshot knows its keepers. num_rounds: how often some of it was copied."""
+
+    since_s: float
+    owner: Owner | None = None
+    num_rounds: int = 0
 
 
 class Offloader:
@@ -62,7 +73,7 @@ class Offloader:
         self._run_pages = max(RUN_BYTES // pool.page_bytes, 1) if has_pages else 1
         self._max_backlog = max(index.host.budget.num_bytes, MIN_BACKLOG_BYTES)
         # What idle time may be spent on, and since when; snapshots, or the last page of a turn without state.
-        self._unwritten: OrderedDict[Evictable, tuple[float, Owner | None]] = OrderedDict()
+        self._unwritten: OrderedDict[Evictable, _Unwritten] = OrderedDict()
         self._stored: dict[Snapshot, Record] = {}
 
     @property
@@ -74,12 +85,12 @@ class Offloader:
     def added(self, snapshot: Snapshot) -> None:
         """A snapshot was published."""
         if self._disk is not None and snapshot.kind in IDLE_KINDS:
-            self._unwritten[snapshot] = (self._clock(), None)
+            self._unwritten[snapshot] = _Unwritten(self._clock())
 
     def turn_ended(self, owner: Owner | None, node: PageNode) -> None:
         """A model without state: a turn's last full page is in the tree."""
         if self._disk is not None and node.parent is not None:
-            self._unwritten[node] = (self._clock(), owner)
+            self._unwritten[node] = _Unwritten(self._clock(), owner)
 
     def superseded(self, snapshot: Snapshot) -> None:
         """A newer one of its kind took its place."""
@@ -124,12 +135,16 @@ class Offloader:
         if self._disk is None or not self._disk.accepts_writes or self._disk.backlog_bytes > self._max_backlog:
             return False
         ready_s = self._clock() - (0.0 if is_hurried else QUIET_S)
-        for item, (since_s, owner) in self._unwritten.items():
-            if since_s > ready_s:
+        for item, unwritten in self._unwritten.items():
+            if unwritten.since_s > ready_s:
                 break
             if isinstance(item, Snapshot) and item.num_pins:
                 continue
-            if self._write(item, owner):
+            # What a tier drops again while it is being written would be written for ever.
+            unwritten.num_rounds += 1
+            num_tokens = item.num_tokens if isinstance(item, Snapshot) else item.end
+            max_rounds = 2 + num_tokens * self._pool.slot_bytes // IDLE_BYTES
+            if self._write(item, unwritten.owner) or unwritten.num_rounds > max_rounds:
                 self._unwritten.pop(item, None)
             return True
         return False
@@ -138,8 +153,6 @@ class Offloader:
         """True when nothing of it is left to copy."""
         if isinstance(item, Snapshot):
             return self._store(self._last_full_node(item), item, _owner(item), max_bytes=IDLE_BYTES)
-        while item.absorbed_into is not None:
-            item = item.absorbed_into
         return not item.is_attached or self._store(item, None, owner, max_bytes=IDLE_BYTES)
 
     # Copying
@@ -155,9 +168,13 @@ class Offloader:
             self.is_stored(snapshot, known)
             self._index.touch(known)
             return True
+        is_for_disk = self._fits_disk(node, record)
+        if not is_for_disk and (max_bytes is not None or not self._fits_host(node, record)):
+            self._counters.num_skipped_offloads["budget"] += 1
+            return True
         nodes = self._unstored(node)
         num_bytes = len(nodes) * self._pool.page_bytes + (0 if record is None else record.num_bytes)
-        if not self._fits(node, record) or (max_bytes is None and not self._has_time_for(num_bytes)):
+        if max_bytes is None and is_for_disk and not self._has_time_for(num_bytes):
             return True
         left = num_bytes if max_bytes is None else max_bytes
         for start in range(0, len(nodes), self._run_pages):
@@ -165,7 +182,7 @@ class Offloader:
                 return False
             run = nodes[start : start + self._run_pages]
             content = self._pool.read_pages([one.page for one in run])
-            self._put(self._run_record(run, owner, len(content)), content)
+            self._put(self._run_record(run, owner, len(content)), content, is_for_disk=is_for_disk)
             left -= len(content)
         if snapshot is None or record is None:
             return True
@@ -173,7 +190,8 @@ class Offloader:
             return False
         num_slots = record.name.position - record.name.start
         page = snapshot.node.page if num_slots else 0
-        if self._put(record, self._pool.read_snapshot(snapshot.row, page, num_slots if self._has_pages else 0)):
+        content = self._pool.read_snapshot(snapshot.row, page, num_slots if self._has_pages else 0)
+        if self._put(record, content, is_for_disk=is_for_disk):
             self.is_stored(snapshot, record)
             self._counters.num_offloaded_snapshots += 1
         return True
@@ -195,19 +213,26 @@ class Offloader:
         assert node.parent is not None
         return node.parent if snapshot.num_tokens % self._page_size else node
 
-    def _fits(self, node: PageNode, record: Record | None) -> bool:
-        """Whether some tier could keep it with all it needs."""
-        page_bytes = node.end // self._page_size * self._pool.page_bytes if self._has_pages else 0
-        snapshot_bytes = 0 if record is None else record.num_bytes
-        for tier in (self._index.host, self._index.disk):
-            if page_bytes <= tier.budget.page_bytes and snapshot_bytes <= tier.budget.snapshot_bytes:
-                return True
-        self._counters.num_skipped_offloads["budget"] += 1
-        return False
+    def _fits_host(self, node: PageNode, record: Record | None) -> bool:
+        """Whether host memory could keep it with all it needs."""
+        num_pages = node.end // self._page_size if self._has_pages else 0
+        budget = self._index.host.budget
+        num_snapshot_bytes = 0 if record is None else record.num_bytes
+        return num_pages * self._pool.page_bytes <= budget.page_bytes and num_snapshot_bytes <= budget.snapshot_bytes
+
+    def _fits_disk(self, node: PageNode, record: Record | None) -> bool:
+        """Whether the disk takes writes now, and could keep it with all it needs."""
+        if self._disk is None or not self._disk.accepts_writes:
+            return False
+        num_pages = node.end // self._page_size if self._has_pages else 0
+        num_page_bytes = num_pages * (self._pool.page_bytes + KEY_BYTES + HEADER_BYTES // self._run_pages)
+        budget = self._index.disk.budget
+        num_snapshot_bytes = 0 if record is None else record.file_bytes
+        return num_page_bytes <= budget.page_bytes and num_snapshot_bytes <= budget.snapshot_bytes
 
     def _has_time_for(self, num_bytes: int) -> bool:
         """Whether what waits to be written leaves room for so much more. The disk may be slower than evictions."""
-        if self._disk is None or not self._disk.accepts_writes:
+        if self._disk is None:
             return True
         if self._disk.backlog_bytes + num_bytes <= self._max_backlog:
             return True
@@ -250,21 +275,21 @@ class Offloader:
         size = 0 if self._disk is None else self._disk.file_bytes(name, num_bytes)
         return Record(name, num_bytes, size)
 
-    def _put(self, record: Record, content: Bytes) -> bool:
-        """Take a record into host memory, and have it written."""
+    def _put(self, record: Record, content: Bytes, *, is_for_disk: bool) -> bool:
+        """Take a record into host memory, and have it written. False: it is of no use there."""
         index, disk = self._index, self._disk
         if not index.add(record):
             return False
         record.data = content
         index.host.add(record)
         self._counters.offloaded_bytes += len(content)
-        if disk is not None and disk.accepts_writes and record.file_bytes <= index.disk.budget.of(record.name.kind):
+        if disk is not None and is_for_disk:
             index.disk.add(record)
             index.hold(record)
             disk.write(record, partial(self._written, record))
         index.touch(record)
         index.enforce_budgets()
-        return True
+        return record.is_attached
 
     def _written(self, record: Record, is_on_disk: bool) -> None:
         if record.is_attached and not is_on_disk:
