@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,8 @@ QUESTIONS = ("Where is order 17?", "And order 23?", "Thank you. Is order 5 paid?
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "state"
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "state"
 
 
 def start(state: Path, *options: str) -> Server:
@@ -57,8 +54,7 @@ def test_killed_server_goes_on_where_it_was(state: Path) -> None:
     driver = conversation(server)
     answers = [ask(server, driver, question) for question in QUESTIONS[:2]]
     wait_until_written(server)
-    os.kill(server.process.pid, signal.SIGKILL)
-    server.process.wait()
+    server.kill()
 
     server = start(state)
     answers.append(ask(server, driver, QUESTIONS[2]))

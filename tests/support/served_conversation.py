@@ -64,6 +64,12 @@ class Server:
         finally:
             self._log.close()
 
+    def kill(self) -> None:
+        """SIGKILL, as a machine that dies would do; its engine leaves by itself."""
+        self.process.kill()
+        self.process.wait(timeout=30)
+        self._log.close()
+
     def get(self, path: str) -> tuple[int, str]:
         try:
             with urllib.request.urlopen(self.url + path, timeout=60) as response:
