@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import warnings
@@ -332,7 +333,25 @@ PROMPTS = [
     "<|im_start|>user\nName three colors.<|im_end|>\n<|im_start|>assistant\n",
     "1 2 3 4 5 6",
     "Once upon a time, in a small village by the sea, there lived",
+    "Dear customer, thank you for your letter of 3 March. We are sorry to hear that",
+    "import numpy as np\n\nx = np.arange(10)\nprint(",
+    "SELECT name, price FROM orders WHERE",
+    "Q: What is the boiling point of water at sea level?\nA:",
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhy is the sky blue?<|im_end|>\n"
+    "<|im_start|>assistant\n",
+    "<|im_start|>user\nWrite a haiku about rain.<|im_end|>\n<|im_start|>assistant\n",
+    "# Shopping list\n\n- bread\n- milk\n-",
+    "The mitochondrion is the part of the cell that",
+    "In 1969, two astronauts",
+    '{"name": "Ada", "born": 1815, "field":',
+    "To boil an egg, first",
+    "Rust and C++ differ in how they",
+    "The quick brown fox",
+    "Il pleut aujourd'hui et",
+    "Theorem. There are infinitely many primes. Proof.",
 ]
+# Its bar is 64; they take half a minute.
+NUM_CONTINUED = int(os.environ.get("TURNKEEP_CONTINUED_TOKENS", "12"))
 
 
 @pytest.fixture
@@ -370,28 +389,30 @@ def test_smollm2_continues_prompts_as_transformers_does(
     """Greedy tokens agree wherever the best two logits are apart; both sides read the same dequantised weights."""
     model = load_model(smollm2, dtype="float32")
     tokenizer = Tokenizer.from_str(smollm2.tokenizer_json())
-    num_new = 12
-    driver = make_driver(model, num_sequences=len(PROMPTS), max_tokens=64)
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROMPTS]
+    longest = max(map(len, prompts)) + NUM_CONTINUED
+    driver = make_driver(model, num_sequences=len(PROMPTS), max_tokens=longest)
     work = list(enumerate(prompts))
     written: list[list[int]] = [[] for _ in prompts]
     last_logits: list[list[torch.Tensor]] = [[] for _ in prompts]
-    for _ in range(num_new):
+    for _ in range(NUM_CONTINUED):
         for (sequence, _), logits in zip(work, driver.step(work), strict=True):
             written[sequence].append(int(logits[-1].argmax()))
             last_logits[sequence].append(logits[-1])
         work = [(sequence, tokens[-1:]) for sequence, tokens in enumerate(written)]
     assert tokenizer.decode(written[0]).startswith(" Paris")
-    for tokens, ours, logits in zip(prompts, written, last_logits, strict=True):
-        # One pass over prompt and continuation gives the reference's logits after every prefix of it.
-        with torch.inference_mode():
-            expected = smollm2_reference(torch.tensor([tokens + ours[:-1]]), use_cache=False).logits[
-                0, len(tokens) - 1 :
-            ]
+    # One pass over prompts and continuations gives the reference's logits after every prefix of them. What stands
+    # behind the end of a shorter one is seen by nothing before it.
+    whole = [tokens + ours[:-1] for tokens, ours in zip(prompts, written, strict=True)]
+    padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in whole])
+    with torch.inference_mode():
+        references = smollm2_reference(padded, use_cache=False).logits
+    num_ties = 0
+    for tokens, ours, logits, reference in zip(prompts, written, last_logits, references, strict=True):
+        expected = reference[len(tokens) - 1 : len(tokens) - 1 + NUM_CONTINUED]
         torch.testing.assert_close(torch.stack(logits), expected, atol=2e-3, rtol=0)
-        best = expected.topk(2).values
-        apart = (best[:, 0] - best[:, 1] > 1e-3).tolist()
-        theirs = expected.argmax(-1).tolist()
-        assert [t for t, is_apart in zip(ours, apart, strict=True) if is_apart] == [
-            t for t, is_apart in zip(theirs, apart, strict=True) if is_apart
-        ]
+        best = expected.topk(2)
+        is_tie = best.values[:, 0] - best.values[:, 1] < 1e-3
+        num_ties += int(is_tie.sum())
+        assert torch.equal(torch.tensor(ours)[~is_tie], best.indices[~is_tie, 0])
+    assert num_ties <= len(PROMPTS) * NUM_CONTINUED / 100
