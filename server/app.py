@@ -17,6 +17,7 @@ from turnkeep.server.completions_endpoint import CompletionsEndpoint
 from turnkeep.server.config import ServerConfig
 from turnkeep.server.conversations import cache_root
 from turnkeep.server.conversations_api import ConversationsEndpoint, add_conversations
+from turnkeep.server.dashboard.endpoint import add_dashboard
 from turnkeep.server.engine_supervisor import EngineSupervisor
 from turnkeep.server.http_connection import EnvelopeRunner
 from turnkeep.server.http_guard import TENANT, Authenticator, add_common_headers, json_response, make_guard
@@ -126,6 +127,7 @@ def make_app(
         app.router.add_get(path, info.health)
     app.router.add_get("/version", info.version)
     app.router.add_get("/metrics", info.metrics)
+    add_dashboard(app, service, supervisor)
     add_documentation(app, has_keys=bool(config.api_keys))
     return app
 

@@ -12,6 +12,7 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from turnkeep.server.common_prefix import common_prefix_tokens
@@ -327,6 +328,11 @@ class ConversationTable:
         """The conversation if it is known, without touching its age."""
         self._expire()
         return self._table.get((root, conversation_id))
+
+    def newest(self, root: str, limit: int) -> list[Conversation]:
+        """The conversations of a root that were used last, newest first, without touching their age."""
+        found = (conversation for key, conversation in reversed(self._table.items()) if key[0] == root)
+        return list(islice(found, limit))
 
     def close(self, root: str, conversation_id: str) -> bool:
         """Forget a conversation. False: it was not known."""

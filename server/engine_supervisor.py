@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from turnkeep.engine.handle import EngineHandle, EngineStartError
-from turnkeep.engine.messages import Ready
+from turnkeep.engine.messages import Ready, Stats
 from turnkeep.server import errors
 from turnkeep.server.metrics import ServerMetrics
 
@@ -67,19 +67,24 @@ class EngineSupervisor:
             raise errors.unavailable("The model is still being loaded.", retry_after_s=2)
         raise errors.unavailable("The engine is not running at the moment.", retry_after_s=2)
 
-    async def read_stats(self) -> None:
-        """Bring the engine's numbers as of now into the metrics; the newest heartbeat when it does not answer soon."""
+    async def read_stats(self) -> Stats | None:
+        """The engine's numbers as of now, in the metrics too; the newest heartbeat when it does not answer soon.
+
+        None without an engine.
+        """
         handle = self._handle
         self._metrics.engine_up.set(1 if self.is_ready else 0)
         if handle is None or not self.is_ready:
-            return
+            return None
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 stats = await handle.read_stats()
         except (TimeoutError, ConnectionError):
             stats = handle.stats()
-        if handle is self._handle and self.is_ready:
-            self._metrics.engine.update(stats)
+        if handle is not self._handle or not self.is_ready:
+            return None
+        self._metrics.engine.update(stats)
+        return stats
 
     async def close(self) -> None:
         """End the watcher and the engine. Idempotent."""

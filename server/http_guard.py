@@ -26,8 +26,10 @@ TENANT = web.RequestKey("tenant", str)
 
 Envelope = Callable[[errors.ApiError, str], dict[str, Any]]  # an error and the request's id -> the body
 
-# Probes of load balancers carry no key, and what they learn is only whether the server can serve.
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/ready"})
+# Probes of load balancers carry no key, and what they learn is only whether the server can serve. The page of /ui asks
+# for the key that its data needs.
+DASHBOARD_PATHS = ("/ui", "/ui/", "/ui/style.css", "/ui/state.js", "/ui/tools.js", "/ui/chat.js")
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/ready", *DASHBOARD_PATHS})
 
 MAX_REQUEST_ID_CHARS = 128
 

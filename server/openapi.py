@@ -99,7 +99,8 @@ def build_document(app: web.Application, *, has_keys: bool) -> dict[str, Any]:
 def _routes(app: web.Application) -> Iterator[tuple[str, str, str]]:
     """(method, path, summary) of every route; HEAD goes without saying."""
     for route in app.router.routes():
-        if route.resource is not None and route.method not in ("HEAD", "*"):
+        is_page = route.resource is not None and route.resource.canonical.startswith("/ui")
+        if route.resource is not None and route.method not in ("HEAD", "*") and not is_page:
             yield route.method.lower(), route.resource.canonical, _summary(route.handler)
 
 
