@@ -32,6 +32,8 @@ class BatchBuilder:
         first = items[0]
         if len(items) == 1 and _is_decode(first):
             return self._single_decode(first)
+        if len(items) == 1 and first.replay is not None:
+            return self._single_tree(first)
         return self._packed(items)
 
     def _single_decode(self, item: StepItem) -> ForwardBatch:
@@ -57,6 +59,35 @@ class BatchBuilder:
             state_rows=rows if self._has_state else None,
             exports=(),
             logit_indices=self._single_index,
+        )
+
+    def _single_tree(self, item: StepItem) -> ForwardBatch:
+        """One request, one tree: its few numbers make one array."""
+        trees = _trees((item,))
+        assert trees is not None
+        start, width = item.start, trees.width
+        token_ids = item.token_ids if item.draft is None else (*item.token_ids, *item.draft.token_ids)
+        row = item.state_row if item.state_row is not None else 0
+        positions = [start + depth for depth in trees.depths]
+        numbers = (*token_ids, *positions, 0, width, start + width, row, *[0] * width, *range(width))
+        values = torch.from_numpy(np.array(numbers, dtype=np.int64))
+        sizes = [width, width, 2, 1, 1, width, width]
+        tokens, places, bounds, kv_lens, rows, slots, indices = torch.split(values, sizes)
+        pages = item.page_ids if len(item.page_ids) else np.zeros(1, dtype=np.int32)
+        return ForwardBatch(
+            token_ids=tokens,
+            positions=places,
+            seq_lens=(width,),
+            context_lens=(start,),
+            num_decodes=0,
+            cu_seqlens=bounds,
+            kv_lens=kv_lens,
+            page_table=torch.from_numpy(pages.astype(np.int64)[None, :]),
+            slot_mapping=slots,
+            state_rows=rows if self._has_state else None,
+            exports=(),
+            logit_indices=indices,
+            trees=TreeBatch(trees, self._history((item,)), TreeTerms()),
         )
 
     def _packed(self, items: Sequence[StepItem]) -> ForwardBatch:

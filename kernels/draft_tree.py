@@ -10,6 +10,7 @@ Letters: R requests, N nodes of all trees, W nodes of the largest tree, h tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +20,12 @@ from turnkeep.kernels.decay import MIN_LOG_DECAY
 
 
 class PathDecays(NamedTuple):
-    """Factors in [0, 1], float32. A node sees the history through to_node x history."""
+    """Factors in [0, 1], float32, along the path to each node i: from a history token, from the state before all of
+    them, from a node, i itself with 1. Nodes that are not on the path have 0."""
 
-    tree: torch.Tensor  # over (j, i] for the nodes j on the path to i, i itself with 1, others 0: [R, H, W (i), W (j)]
-    to_node: torch.Tensor  # over the path from the root up to and with i: [R, H, W]
-    history: torch.Tensor  # over the history tokens after j: [R, H, h]
-    whole_history: torch.Tensor  # over all history tokens: [R, H]
+    history: torch.Tensor  # [R, H, W (i), h]
+    state: torch.Tensor  # [R, H, W (i)]
+    tree: torch.Tensor  # [R, H, W (i), W]
 
 
 class DraftTrees:
@@ -79,18 +80,35 @@ class DraftTrees:
 
     def decays(self, nodes: torch.Tensor, history: torch.Tensor) -> PathDecays:
         """Log decays <= 0, padded: nodes [R, W, H], history [R, h, H] with 0 where there is no token."""
-        by_head = nodes.clamp(min=MIN_LOG_DECAY).transpose(1, 2)  # [R, H, W]
-        from_token = suffix_sums(history).transpose(1, 2).exp_()  # [R, H, h + 1]
-        after, whole = from_token[..., 1:], from_token[..., 0]
-        if self.width == 1:
-            return PathDecays(torch.ones_like(by_head)[..., None], by_head.exp(), after, whole)
-        ancestors = self.ancestors[:, None]  # [R, 1, W, W]
-        strangers = self.remembered("strangers", lambda: 1.0 - ancestors.transpose(-1, -2))
-        # Nodes on the path to i but not on the path to j: for an ancestor j those between, and never a positive sum.
-        sums = (ancestors * by_head[..., None, :]) @ strangers
-        tree = sums.masked_fill_(ancestors == 0, -torch.inf).exp_()
-        to_node = (ancestors @ by_head[..., None]).squeeze(-1).exp_()
-        return PathDecays(tree, to_node, after, whole)
+        width, length = self.width, history.shape[1]
+        by_head = nodes.transpose(1, 2).clamp(min=MIN_LOG_DECAY)  # [R, H, W]
+        sums, never = self._path_sums()
+        # Of the nodes on the path after j, for every j of the tree, and then of all of them: [R, H, W, W + 1].
+        along = (by_head @ sums).add_(never).view(*by_head.shape[:2], width, width + 1)
+        if length == 0:
+            along = along.exp_()
+            return PathDecays(along[..., :0], along[..., width], along[..., :width])
+        after = history.transpose(1, 2).clamp(min=MIN_LOG_DECAY) @ suffix_matrix(length, nodes.device)  # [R, H, h + 1]
+        before = along[..., width:] + after[..., None, :]  # the state first, then the history
+        found = torch.cat((before, along[..., :width]), dim=-1).exp_()
+        return PathDecays(found[..., 1 : length + 1], found[..., 0], found[..., length + 1 :])
+
+    def _path_sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A matrix [R, W (m), W (i) (W + 1) (j)] of ones where node m lies on the path to i but not on that to j, and
+        for the last j where it lies on the path to i; and -inf [R, 1, W (W + 1)] where j is not on the path at all."""
+        width = self.width
+
+        def sums() -> torch.Tensor:
+            on_path = self.ancestors.transpose(1, 2)[..., None]  # [R, m, i, 1]
+            strangers = 1.0 - self.ancestors.transpose(1, 2)[:, :, None, :]  # [R, m, 1, j]
+            return torch.cat((on_path * strangers, on_path), dim=-1).flatten(2)
+
+        def never() -> torch.Tensor:
+            found = torch.zeros(self.num_trees, width, width + 1)
+            found[..., :width].masked_fill_(self.ancestors == 0, -torch.inf)
+            return found.view(self.num_trees, 1, -1)
+
+        return self.remembered("path sums", sums), self.remembered("never", never)
 
     def inputs_at(self, tail: int) -> torch.Tensor:
         """Where the last tail + 1 inputs of each node's path lie, newest first: [tail + 1, N] int64.
@@ -130,10 +148,7 @@ class DraftTrees:
         return self._padding
 
 
-def suffix_sums(log_decay: torch.Tensor) -> torch.Tensor:
-    """Log decays [R, T, H] -> [R, T + 1, H]: at t the sum over the tokens from t on, at T zero."""
-    if log_decay.shape[1] == 0:
-        return log_decay.new_zeros(log_decay.shape[0], 1, log_decay.shape[2])
-    bounded = log_decay.clamp(min=MIN_LOG_DECAY)
-    sums = bounded.flip(1).cumsum(1).flip(1)
-    return torch.cat((sums, sums.new_zeros(sums.shape[0], 1, sums.shape[2])), dim=1)
+@cache
+def suffix_matrix(length: int, device: torch.device) -> torch.Tensor:
+    """[T, T + 1] of zeros and ones: log decays [.., T] times it are the sums over the tokens from t on, at T zero."""
+    return torch.ones(length, length + 1, device=device).tril_()

@@ -101,20 +101,28 @@ class TreeTerms:
         All four have one entry a node. The slots are not looked at where there are no histories.
         """
         index = torch.tensor(nodes, dtype=torch.int64)
+        # All nodes of the step, as where a single draft was right as a whole: nothing has to be picked.
+        is_all = list(nodes) == list(range(self._num_nodes))
         if self._kv:
             slots = torch.tensor(page_slots, dtype=torch.int64)
-            for kv, keys, values in self._kv:
-                flat = kv.flatten(1, 2)
-                flat[0].index_copy_(0, slots, keys.index_select(0, index).to(kv.dtype))
-                flat[1].index_copy_(0, slots, values.index_select(0, index).to(kv.dtype))
+            for kv, *own in self._kv:
+                for pages, entries in zip(kv.flatten(1, 2), own, strict=True):
+                    kept = entries if is_all else entries.index_select(0, index)
+                    pages.index_copy_(0, slots, kept.to(kv.dtype))
         places: dict[int, torch.Tensor] = {}
         for history, terms in self._terms:
             length = history.shape[1]
             if length not in places:
-                first = torch.tensor(offsets, dtype=torch.int64) + (length - capacity)
-                places[length] = torch.tensor(history_slots, dtype=torch.int64) * length + first
-            kept = terms.index_select(0, index).to(history.dtype)
-            history.flatten(0, 1).index_copy_(0, places[length], kept)
+                lead = length - capacity
+                numbers = [slot * length + lead + offset for slot, offset in zip(history_slots, offsets, strict=True)]
+                places[length] = torch.tensor(numbers, dtype=torch.int64)
+            kept = terms if is_all else terms.index_select(0, index)
+            history.flatten(0, 1).index_copy_(0, places[length], kept.to(history.dtype))
+
+    @property
+    def _num_nodes(self) -> int:
+        found = self._terms[0][1] if self._terms else self._kv[0][1]
+        return found.shape[0]
 
 
 def load_windows(

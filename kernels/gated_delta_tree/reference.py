@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from turnkeep.kernels.decay import BLOCK
-from turnkeep.kernels.draft_tree import DraftTrees, suffix_sums
+from turnkeep.kernels.decay import BLOCK, MIN_LOG_DECAY
+from turnkeep.kernels.draft_tree import DraftTrees, suffix_matrix
 from turnkeep.kernels.gated_delta_scan.unit_length import unit_length
 from turnkeep.kernels.gated_delta_tree.terms import DeltaTerms
 from turnkeep.kernels.unit_triangular import unit_lower_inverse
@@ -32,14 +32,13 @@ def gated_delta_tree_reference(
     keys, queries = (unit_length(trees.padded(t.float())).transpose(1, 2) for t in (k, q))
     both = torch.cat((keys, queries * k.shape[2] ** -0.5), dim=2)  # [R, Hk, 2 W, K]
     strength = trees.padded(beta.float()).transpose(1, 2)[..., None]  # [R, Hv, W, 1]
-    # What the state and the history answer to every key and query, decayed up to the root.
+    # What the state and the history answer to every key and query.
     read = both.repeat_interleave(per_key, dim=1) @ states.index_select(0, rows).float()  # [R, Hv, 2 W, V]
+    read.mul_(torch.cat((decays.state, decays.state), dim=2)[..., None])
     if history.k.shape[1]:
-        read.mul_(decays.whole_history[..., None, None])
         old_keys = unit_length(history.k.float()).permute(0, 2, 3, 1)  # [R, Hk, K, h]
         old = (both @ old_keys).repeat_interleave(per_key, dim=1)  # [R, Hv, 2 W, h]
-        read += old.mul_(decays.history[..., None, :]) @ history.u.transpose(1, 2)
-    read.mul_(torch.cat((decays.to_node, decays.to_node), dim=2)[..., None])
+        read += old.mul_(torch.cat((decays.history, decays.history), dim=2)) @ history.u.transpose(1, 2)
     wanted = (trees.padded(v.float()).transpose(1, 2) - read[:, :, :width]).mul_(strength)
     own = (both @ keys.transpose(-1, -2)).repeat_interleave(per_key, dim=1)  # [R, Hv, 2 W, W]
     u = wanted
@@ -58,7 +57,8 @@ def gated_delta_fold_reference(
     if not len(sources):
         return
     k, u, g = (term.float() for term in terms)
-    after = suffix_sums(g).exp_().transpose(1, 2)  # [R, Hv, T + 1]
+    log_decays = g.clamp(min=MIN_LOG_DECAY).transpose(1, 2)
+    after = (log_decays @ suffix_matrix(g.shape[1], g.device)).exp_()  # [R, Hv, T + 1]
     keys = unit_length(k).transpose(1, 2).repeat_interleave(u.shape[2] // k.shape[2], dim=1)  # [R, Hv, T, K]
     written = u.transpose(1, 2) * after[..., 1:, None]
     state = states.index_select(0, sources).float() * after[..., :1, None]

@@ -29,29 +29,22 @@ def tree_attention_reference(
     if not trees.num_trees:
         return torch.empty_like(q)
     num_kv_heads, head_dim = keys.shape[1:]
-    own = trees.padded(torch.stack((keys, values), dim=1))  # [R, W, 2, Hkv, D]
+    own = trees.padded(torch.stack((keys, values), dim=1)).permute(2, 0, 1, 3, 4)  # [2, R, W, Hkv, D]
     # The query heads of a key head are the rows of one product: [R, Hkv, W * group, D].
     rows = trees.padded(q.view(q.shape[0], num_kv_heads, -1, head_dim)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     pieces: list[tuple[list[int], torch.Tensor]] = []
     for requests in decode_groups(context_lens, kv.shape[2]):
         is_all = len(requests) == trees.num_trees
-        index = slice(None) if is_all else torch.tensor(requests, dtype=torch.int64, device=q.device)
-        lens = [context_lens[r] for r in requests]
-        context = _context(kv, page_table[index], lens)  # [2, R', L, Hkv, D]
-        own_keys, own_values = own[index].unbind(2)
-        mask = _mask(trees, requests, lens, context.shape[2], window, rows.shape[2] // trees.width, q)
-        pieces.append(
-            (
-                requests,
-                functional.scaled_dot_product_attention(
-                    rows[index],
-                    torch.cat((context[0].to(q.dtype), own_keys), dim=1).transpose(1, 2),
-                    torch.cat((context[1].to(q.dtype), own_values), dim=1).transpose(1, 2),
-                    attn_mask=mask,
-                    scale=scale,
-                ),
-            )
+        index = torch.tensor([] if is_all else requests, dtype=torch.int64, device=q.device)
+        group_rows, table, nodes = (
+            (rows, page_table, own) if is_all else (rows[index], page_table[index], own[:, index])
         )
+        lens = context_lens if is_all else [context_lens[r] for r in requests]
+        context = _context(kv, table, lens)  # [2, R', L, Hkv, D]
+        mask = _mask(trees, requests, lens, context.shape[2], window, rows.shape[2] // trees.width, q)
+        all_keys, all_values = torch.cat((context.to(q.dtype), nodes), dim=2).transpose(2, 3).unbind(0)
+        found = functional.scaled_dot_product_attention(group_rows, all_keys, all_values, attn_mask=mask, scale=scale)
+        pieces.append((requests, found))
     out = pieces[0][1]
     if len(pieces) > 1:
         out = torch.empty_like(rows)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from turnkeep.kernels.draft_tree import DraftTrees, suffix_sums
+from turnkeep.kernels.decay import MIN_LOG_DECAY
+from turnkeep.kernels.draft_tree import DraftTrees, suffix_matrix
 from turnkeep.kernels.ssd_tree.terms import SsdTerms
 
 
@@ -23,26 +24,26 @@ def ssd_tree_reference(
     """See `turnkeep.kernels.ssd_tree.ssd_tree`."""
     if not trees.num_trees:
         return torch.empty_like(x)
-    per_group = x.shape[1] // B.shape[1]
+    (_, heads, head_dim), num_groups = x.shape, B.shape[1]
+    lead = (trees.num_trees, num_groups, heads // num_groups)  # a head is one of its group's
+    width = trees.width
     steps = trees.padded(dt.float())  # [R, W, H]
     decays = trees.decays(steps * A, history.dt * A)
-    wide, own, reads = (trees.padded(t.float()).transpose(1, 2) for t in (x, B, C))  # [R, H or G, W, P or N]
-    terms = wide * steps.transpose(1, 2)[..., None]
-    # Once a group: [R, H, W, W], and [R, H, W, h] below.
-    scores = (reads @ own.transpose(-1, -2)).repeat_interleave(per_group, dim=1)
-    # What the state and the history answer to every C, decayed up to the root.
-    state = states.index_select(0, rows).float()  # [R, H, P, N]
-    y = reads.repeat_interleave(per_group, dim=1) @ state.transpose(-1, -2)  # [R, H, W, P]
-    if history.x.shape[1]:
-        y.mul_(decays.whole_history[..., None, None])
+    wide = trees.padded(x.float())  # [R, W, H, P]
+    own, reads = (trees.padded(t.float()).transpose(1, 2) for t in (B, C))  # [R, G, W, N]
+    # Products of B and C are taken once a group; their decays differ by head: [R, G, ., W, W].
+    weights = (reads @ own.transpose(-1, -2)).unsqueeze(2) * decays.tree.view(*lead, width, width)
+    y = weights.flatten(1, 2) @ (wide * steps[..., None]).transpose(1, 2)  # [R, H, W, P]
+    length = history.x.shape[1]
+    if length:
         old = history.B.float().permute(0, 2, 3, 1)  # [R, G, N, h]
-        old_terms = (history.x.float() * history.dt[..., None]).transpose(1, 2)  # [R, H, h, P]
-        old_scores = (reads @ old).repeat_interleave(per_group, dim=1)
-        y += old_scores.mul_(decays.history[..., None, :]) @ old_terms
-    y.mul_(decays.to_node[..., None])
-    y += scores.mul_(decays.tree) @ terms
+        weights = (reads @ old).unsqueeze(2) * decays.history.reshape(*lead, width, length)
+        y += weights.flatten(1, 2) @ (history.x.float() * history.dt[..., None]).transpose(1, 2)
+    state = states.index_select(0, rows).float().view(trees.num_trees, num_groups, -1, B.shape[2])
+    answers = (reads @ state.transpose(-1, -2)).view(trees.num_trees, num_groups, width, -1, head_dim).transpose(2, 3)
+    y.view(*lead, width, head_dim).addcmul_(answers, decays.state.reshape(*lead, width, 1))
     if D is not None:
-        y.addcmul_(wide, D.float()[:, None, None])
+        y.addcmul_(wide.transpose(1, 2), D.float()[:, None, None])
     return trees.packed(y.transpose(1, 2)).to(x.dtype)
 
 
@@ -53,7 +54,8 @@ def ssd_fold_reference(
     if not len(sources):
         return
     x, dt, B = (term.float() for term in terms)
-    after = suffix_sums(dt * A).exp_().transpose(1, 2)  # [R, H, T + 1]
+    log_decays = (dt * A).clamp_(min=MIN_LOG_DECAY).transpose(1, 2)
+    after = (log_decays @ suffix_matrix(x.shape[1], x.device)).exp_()  # [R, H, T + 1]
     weighted = x.transpose(1, 2) * (dt.transpose(1, 2) * after[..., 1:])[..., None]  # [R, H, T, P]
     own = B.transpose(1, 2).repeat_interleave(x.shape[2] // B.shape[2], dim=1)  # [R, H, T, N]
     state = states.index_select(0, sources).float() * after[..., :1, None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -16,8 +16,9 @@ from turnkeep.engine.factory import CACHED_MODEL_BYTES, decode_threads
 from turnkeep.engine.runner import ModelRunner
 from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch, StateExport
 from turnkeep.kernels.replay_history import HistoryFolds
+from turnkeep.scheduler.drafts import DraftTree
 from turnkeep.scheduler.request import SamplingParams
-from turnkeep.scheduler.step_plan import SamplingHistory, StepItem, StepPlan
+from turnkeep.scheduler.step_plan import Replay, SamplingHistory, StepItem, StepPlan
 
 PAGE_SIZE = 4
 
@@ -211,3 +212,43 @@ def test_only_models_in_the_caches_decode_with_one_thread() -> None:
     assert decode_threads(small, None) == 1
     assert decode_threads(large, None) is None
     assert decode_threads(small, 2) is None, "a number was asked for"
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("draft", [None, DraftTree((7, 8, 9), (-1, -1, 0), (0.5, 0.4, 0.3))], ids=["root", "tree"])
+def test_the_short_way_of_a_single_tree_gives_the_same_batch(has_state: bool, draft: DraftTree | None) -> None:
+    builder = BatchBuilder(PAGE_SIZE, has_state=has_state, has_pages=True, history_capacity=8)
+    one = replace(
+        item("a", 9, [42], [6, 3, 8], row=5 if has_state else None, sampling=GREEDY), replay=Replay(2, 3), draft=draft
+    )
+    short, long = builder.build([one]), builder._packed([one])
+    for field in fields(ForwardBatch):
+        left, right = getattr(short, field.name), getattr(long, field.name)
+        if isinstance(left, torch.Tensor):
+            assert left.tolist() == right.tolist(), field.name
+        elif field.name != "trees":
+            assert left == right, field.name
+    assert short.trees is not None
+    assert long.trees is not None
+    assert short.trees.trees.parents == long.trees.trees.parents == ((-1,) if draft is None else (-1, 0, 0, 1))
+    assert (short.trees.history is None) == (not has_state)
+
+
+def test_trees_lie_between_decodes_and_chunks_at_the_positions_of_their_depths() -> None:
+    builder = BatchBuilder(PAGE_SIZE, has_state=True, has_pages=True, history_capacity=8)
+    draft = DraftTree((7, 8, 9), (-1, -1, 0), (0.5, 0.4, 0.3))
+    batch = builder.build(
+        [
+            item("decode", 5, [50], [3, 7], row=2, sampling=GREEDY),
+            replace(item("tree", 9, [42], [6, 3, 8], row=5, sampling=GREEDY), replay=Replay(2, 3), draft=draft),
+            item("chunk", 0, [10, 11, 12], [5], row=4, sampling=GREEDY),
+        ]
+    )
+    assert (batch.num_decodes, batch.num_trees, batch.num_tree_nodes) == (1, 1, 4)
+    assert batch.token_ids.tolist() == [50, 42, 7, 8, 9, 10, 11, 12]
+    assert batch.positions.tolist() == [5, 9, 10, 10, 11, 0, 1, 2]
+    assert batch.seq_lens == (1, 4, 3)
+    assert batch.logit_indices.tolist() == [0, 1, 2, 3, 4, 7]
+    assert batch.trees is not None
+    assert batch.trees.history is not None
+    assert (batch.trees.history.slots, batch.trees.history.lens) == ((2,), (3,))
