@@ -124,7 +124,7 @@ class GGUFTensors:
         try:
             import gguf
         except ImportError as error:
-            raise WeightsError("reading GGUF weights needs the package gguf: pip install gguf") from error
+            raise WeightsError("reading GGUF weights needs the package gguf: pip install 'turnkeep[gguf]'") from error
         self.gguf = gguf
         self.source = source
         self.names = source.tensor_names()
@@ -141,6 +141,9 @@ class GGUFTensors:
             # Stored rows of a head alternate between its halves: (i, i + D/2) lie next to each other.
             pairs = values.reshape(num_heads, -1, 2, *values.shape[1:])  # [H, D / 2, 2, ...]
             values = pairs.swapaxes(1, 2).reshape(values.shape)
+        order = self.source.head_order(stored)
+        if order is not None:
+            values = values.take(order[1], axis=order[0])
         if self.source.holds_negative_exp(stored):
             values = np.log(-values)
         if self.source.holds_plus_one(stored):

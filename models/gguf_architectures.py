@@ -25,6 +25,7 @@ class GGUFArchitecture:
     read: Callable[[GGUFFields], dict[str, Any]]
     has_side_by_side_pairs: bool = False
     has_norms_around_zero: bool = False  # the checkpoint's norms, which the file holds plus one
+    has_tiled_value_heads: bool = False  # value heads in another order, see gguf_gated_delta.py
 
 
 ATTENTION = {f"attn_{key}": f"self_attn.{key}_proj" for key in "qkv"} | {"attn_output": "self_attn.o_proj"}
@@ -47,7 +48,8 @@ def _mamba2_whole(prefix: str) -> dict[str, str]:
     return {"ssm_a": f"{prefix}.A_log", "ssm_d": f"{prefix}.D", "ssm_dt.bias": f"{prefix}.dt_bias"}
 
 
-def _common(fields: GGUFFields, model_type: str) -> dict[str, Any]:
+def common_values(fields: GGUFFields, model_type: str) -> dict[str, Any]:
+    """What the config of every type has."""
     return {
         "model_type": model_type,
         "hidden_size": fields.integer("embedding_length"),
@@ -58,7 +60,8 @@ def _common(fields: GGUFFields, model_type: str) -> dict[str, Any]:
     }
 
 
-def _attention(fields: GGUFFields) -> dict[str, Any]:
+def attention_values(fields: GGUFFields) -> dict[str, Any]:
+    """Heads of the attention layers."""
     num_heads, num_kv_heads = head_counts(fields)
     return {
         "num_attention_heads": num_heads,
@@ -68,7 +71,8 @@ def _attention(fields: GGUFFields) -> dict[str, Any]:
     }
 
 
-def _rope(fields: GGUFFields, head_dim: int, default_theta: float = 10000.0) -> dict[str, Any]:
+def rope_values(fields: GGUFFields, head_dim: int, default_theta: float = 10000.0) -> dict[str, Any]:
+    """Rotation of `head_dim` channels. Raises ModelFilesError where the file rotates other ones, or scales."""
     if fields.get("rope.dimension_count", head_dim) != head_dim:
         raise fields.refuse("rotating a part of the head is not supported")
     scaling = fields.get("rope.scaling.type", "none")
@@ -81,14 +85,14 @@ def _read_attention_blocks(model_type: str) -> Callable[[GGUFFields], dict[str, 
     def read(fields: GGUFFields) -> dict[str, Any]:
         if fields.get("expert_count"):
             raise fields.refuse("a mixture of experts is not supported")
-        attention = _attention(fields)
+        attention = attention_values(fields)
         return (
-            _common(fields, model_type)
+            common_values(fields, model_type)
             | attention
             | {
                 "num_hidden_layers": fields.integer("block_count"),
                 "intermediate_size": fields.integer("feed_forward_length"),
-                "rope_parameters": _rope(fields, attention["head_dim"]),
+                "rope_parameters": rope_values(fields, attention["head_dim"]),
                 "mlp_bias": fields.has("blk.0.ffn_up.bias"),
             }
         )
@@ -123,7 +127,7 @@ def _block_mamba2(fields: GGUFFields) -> dict[str, Any]:
 
 def _read_mamba2(fields: GGUFFields) -> dict[str, Any]:
     sizes = _mamba2_sizes(fields)
-    values = _common(fields, "mamba2")
+    values = common_values(fields, "mamba2")
     return values | {
         "num_hidden_layers": fields.integer("block_count"),
         "layer_norm_epsilon": values["rms_norm_eps"],
@@ -146,8 +150,8 @@ def _read_nemotron_h(fields: GGUFFields) -> dict[str, Any]:
         "M" if fields.has(f"blk.{block}.ssm_in.weight") else "*" if counts_kv[block] else "E" if has_experts else "-"
         for block in range(num_layers)
     )
-    values = _common(fields, "nemotron_h")
-    sizes, attention = _mamba2_sizes(fields), _attention(fields)
+    values = common_values(fields, "nemotron_h")
+    sizes, attention = _mamba2_sizes(fields), attention_values(fields)
     values |= attention | {
         "hybrid_override_pattern": pattern,
         "layer_norm_epsilon": values["rms_norm_eps"],
@@ -181,7 +185,7 @@ def _read_nemotron_h(fields: GGUFFields) -> dict[str, Any]:
 def _read_granite_hybrid(fields: GGUFFields) -> dict[str, Any]:
     num_layers = fields.integer("block_count")
     counts_kv = fields.by_block("attention.head_count_kv", num_layers)
-    values = _common(fields, "granitemoehybrid") | _attention(fields) | _block_mamba2(fields)
+    values = common_values(fields, "granitemoehybrid") | attention_values(fields) | _block_mamba2(fields)
     head_dim = values["head_dim"]
     values |= {
         "layer_types": ["attention" if count else "mamba" for count in counts_kv],
@@ -189,7 +193,7 @@ def _read_granite_hybrid(fields: GGUFFields) -> dict[str, Any]:
         "position_embedding_type": "rope" if fields.get("rope.scaling.finetuned", False) else "nope",
     }
     if values["position_embedding_type"] == "rope":
-        values["rope_parameters"] = _rope(fields, head_dim)
+        values["rope_parameters"] = rope_values(fields, head_dim)
     scales = {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
     for name, key in (scales | {"logits_scaling": "logit_scale"}).items():
         values[name] = fields.decimal(key) if fields.get(key) else 1.0
@@ -207,15 +211,15 @@ def _read_granite_hybrid(fields: GGUFFields) -> dict[str, Any]:
 def _read_falcon_h1(fields: GGUFFields) -> dict[str, Any]:
     if not fields.has("output.weight"):
         raise fields.refuse("a tied output head is not supported: the file lacks the multiplier of the logits")
-    attention = _attention(fields)
+    attention = attention_values(fields)
     return (
-        _common(fields, "falcon_h1")
+        common_values(fields, "falcon_h1")
         | attention
         | _block_mamba2(fields)
         | {
             "num_hidden_layers": fields.integer("block_count"),
             "intermediate_size": fields.integer("feed_forward_length"),
-            "rope_parameters": _rope(fields, attention["head_dim"]),
+            "rope_parameters": rope_values(fields, attention["head_dim"]),
             "mamba_rms_norm": fields.has("blk.0.ssm_norm.weight"),
             "mamba_norm_before_gate": False,
             "projectors_bias": fields.has("blk.0.ssm_out.bias"),
@@ -225,13 +229,13 @@ def _read_falcon_h1(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
-    attention = _attention(fields)
+    attention = attention_values(fields)
     pattern = fields.get("attention.sliding_window_pattern", 6)
     if not isinstance(pattern, int):
         raise fields.refuse(f"attention.sliding_window_pattern must be one integer, not {pattern!r}")
     local_theta = float(fields.get("rope.freq_base_swa", 10000.0))
     return (
-        _common(fields, "gemma3_text")
+        common_values(fields, "gemma3_text")
         | attention
         | {
             "num_hidden_layers": fields.integer("block_count"),
@@ -240,7 +244,7 @@ def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
             "sliding_window_pattern": pattern,
             "query_pre_attn_scalar": attention["head_dim"],
             "rope_parameters": {
-                "full_attention": _rope(fields, attention["head_dim"], 1000000.0),
+                "full_attention": rope_values(fields, attention["head_dim"], 1000000.0),
                 "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
             },
         }
@@ -250,8 +254,8 @@ def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
 def _read_lfm2(fields: GGUFFields) -> dict[str, Any]:
     num_layers = fields.integer("block_count")
     counts_kv = fields.by_block("attention.head_count_kv", num_layers)
-    attention = _attention(fields)
-    values = _common(fields, "lfm2")
+    attention = attention_values(fields)
+    values = common_values(fields, "lfm2")
     return (
         values
         | attention
@@ -262,7 +266,7 @@ def _read_lfm2(fields: GGUFFields) -> dict[str, Any]:
             "conv_bias": fields.any_block_has("shortconv.in_proj.bias"),
             "intermediate_size": fields.integer("feed_forward_length"),
             "block_auto_adjust_ff_dim": False,
-            "rope_parameters": _rope(fields, attention["head_dim"]),
+            "rope_parameters": rope_values(fields, attention["head_dim"]),
         }
     )
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from turnkeep.models.gguf_architectures import ARCHITECTURES, GGUFArchitecture
 from turnkeep.models.gguf_fields import GGUFFields, head_counts, num_own_blocks
+from turnkeep.models.gguf_gated_delta import GATED_DELTA_ARCHITECTURES, value_head_order
 from turnkeep.models.gguf_metadata import GGUFError, GGUFHeader, read_gguf_header
 from turnkeep.models.gguf_tokenizer import TokenizerMetadataError, tokenizer_json
 from turnkeep.models.model_source import ModelFilesError
@@ -45,11 +47,12 @@ class GGUFSource:
 
     @cached_property
     def _architecture(self) -> GGUFArchitecture:
-        architecture = ARCHITECTURES.get(self._fields.architecture)
+        known = ARCHITECTURES | GATED_DELTA_ARCHITECTURES
+        architecture = known.get(self._fields.architecture)
         if architecture is None:
             raise ModelFilesError(
                 f"{self.path}: architecture {self._fields.architecture!r} is not supported "
-                f"(supported: {', '.join(ARCHITECTURES)})"
+                f"(supported: {', '.join(known)})"
             )
         return architecture
 
@@ -97,7 +100,14 @@ class GGUFSource:
             return (math.prod(shape),)
         if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")):
             return (shape[0], 1, shape[-1])
+        if name.endswith(".ffn_gate_inp_shexp.weight"):
+            return (1, math.prod(shape))
         return shape
+
+    def head_order(self, name: str) -> tuple[int, npt.NDArray[np.int64]] | None:
+        """The dimension of the tensor called `name` in the file along which its elements must be put in another order,
+        and that order."""
+        return value_head_order(self._fields, name) if self._architecture.has_tiled_value_heads else None
 
     def holds_negative_exp(self, name: str) -> bool:
         """Whether the tensor called `name` in the file is -exp of the one in a Hugging Face checkpoint."""
@@ -105,7 +115,8 @@ class GGUFSource:
 
     def holds_plus_one(self, name: str) -> bool:
         """Whether the tensor called `name` in the file is the one of a Hugging Face checkpoint, plus one."""
-        return self._architecture.has_norms_around_zero and name.endswith("norm.weight")
+        has_norms = self._architecture.has_norms_around_zero
+        return has_norms and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
     def interleaved_heads(self, name: str) -> int | None:
         """Heads of the tensor called `name` in the file if its rows pair rotated dimensions next to each other.

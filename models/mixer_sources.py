@@ -140,6 +140,14 @@ def gated_delta_sources(
     }
 
 
+def _delta_apart(prefix: str, config: GatedDeltaConfig, hidden_size: int) -> tuple[TensorPart, ...]:
+    """The other layout of a projection by key head, as GGUF files have it: only beta and the decay by key head."""
+    heads, keys = config.num_value_heads, config.num_key_heads
+    plain = joined(f"{prefix}in_proj_", {"qkv": config.conv_dim, "z": config.inner_size}, ".weight", hidden_size).parts
+    small = TensorPart(f"{prefix}in_proj_ba.weight", (2 * heads, hidden_size), (keys, (heads // keys,) * 2))
+    return (*plain, small)
+
+
 def short_conv_sources(prefix: str, config: ShortConvConfig, hidden_size: int, factors: Multipliers) -> Sources:
     """Parameters of a gated short convolution."""
     sources = {
@@ -296,6 +304,9 @@ def block_sources(config: ModelConfig, names: BlockNames, layers: str) -> tuple[
             sources[f"layers.{index}.post_norm_weight"] = one(f"{prefix}{post_norm}.weight", config.hidden_size)
         own = mixer_sources(index, prefix, config, names.layer)
         sources |= own
+        if kind == "gated_delta" and config.gated_delta and names.layer.delta_by_key_head:
+            parts = _delta_apart(prefix + names.layer.gated_delta, config.gated_delta, config.hidden_size)
+            alternatives[f"layers.{index}.mixer.in_proj_weight"] = (ParameterSource(parts),)
         if kind == "moe" and config.moe:
             alternatives |= layer_alternatives(index, prefix + names.layer.mlp, own, config.moe)
         if kind in ("mlp", "moe") and len(names.layer.mlp_up) == 1:
