@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.commit import Committer
@@ -30,6 +30,7 @@ from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.replay_slots import ReplaySlots
 from turnkeep.cache.retention import Retention, TurnHandle
 from turnkeep.cache.sequence_cache import SequenceCache
+from turnkeep.cache.snapshot_plan import SnapshotPlanner
 from turnkeep.cache.spec import CacheSpec
 from turnkeep.cache.state_pool import StatePool
 from turnkeep.cache.statistics import CacheCounters, CacheStats
@@ -67,7 +68,7 @@ class CacheManager:
         self.has_state = spec.state is not None
         self.has_history = spec.history is not None
         self.prefix_caching = config.prefix_caching
-        _check_pools(spec, num_pages, num_state_rows)
+        spec.check_pools(num_pages, num_state_rows)
         self._counters = counters = CacheCounters()
         self._pages = PagePool(num_pages if self.has_pages else 0)
         self._rows = StatePool(num_state_rows if self.has_state else 0)
@@ -75,13 +76,18 @@ class CacheManager:
             policy = make_policy(config.eviction_policy, spec, clock, cost if cost is not None else PrefillCost())
         self._keeps_snapshots = self.has_state and self.prefix_caching
         self._observer = policy if self._keeps_snapshots and isinstance(policy, TurnObserver) else None
+        self._planner = SnapshotPlanner(config.snapshots, self._observer)
         self._reclaimer = reclaimer = Reclaimer(
             spec, pages=self._pages, rows=self._rows, policy=policy, clock=clock, counters=counters
         )
         self._tree = reclaimer.tree
         self._search = PrefixSearch(self._tree, reclaimer.memory, needs_snapshot=self.has_state)
         self._committer = Committer(spec.page_size, reclaimer, counters)
-        self._retention = Retention(reclaimer, max_branches=config.max_branches)
+        self._retention = Retention(
+            reclaimer,
+            max_branches=config.max_branches,
+            max_num_turns=config.max_num_turns if config.reuse_policy == "per_conversation" else None,
+        )
         self._leaves = ConversationLeaves(reclaimer)
         reclaimer.on_removed = self._retention.forget
         self._copies = PendingCopies(reclaimer)
@@ -132,6 +138,10 @@ class CacheManager:
         """Whether so many pages and rows are free or can be had by evicting what `match` does not need."""
         return self._opener.can_provide(num_pages, num_rows, match)
 
+    def planned_boundaries(self, given: Iterable[Boundary], num_prompt_tokens: int) -> tuple[Boundary, ...]:
+        """Where a prompt gets snapshots, beyond what its match says: those given that the policy wants, and its own."""
+        return self._planner.planned(given, num_prompt_tokens)
+
     def open(
         self, match: PrefixMatch, token_ids: TokenIds, *, conversation_id: str | None = None
     ) -> SequenceCache | None:
@@ -150,7 +160,7 @@ class CacheManager:
             seq.conversation = (match.cache_root, conversation_id)
         if self._keeps_snapshots:
             seq.branch = self._retention.resume((match.cache_root, conversation_id), match.snapshot)
-            seq.boundaries = self._own_boundaries(seq, match)
+            seq.boundaries = self._planner.own(seq, match)
         if self.has_history:
             self._replay.open(seq)
         self._open.add(seq)
@@ -265,6 +275,7 @@ class CacheManager:
         """
         self._publish_rest(seq, token_ids)
         handle = None
+        keep_turn_end = keep_turn_end and self._planner.policy.template_boundaries
         if keep_turn_end and seq.branch is not None and seq.num_computed_tokens > 0:
             self._replay.fold(seq)
             handle = self._snapshots.finish(seq, token_ids)
@@ -365,11 +376,6 @@ class CacheManager:
         check_conservation(self._reclaimer, self._retention, self._copies, self._open)
         self._replay.check(self._open)
 
-    def _own_boundaries(self, seq: SequenceCache, match: PrefixMatch) -> tuple[Boundary, ...]:
-        if self._observer is not None:
-            return self._observer.arrived(seq, match, seq.conversation)
-        return () if match.branch_position is None else (Boundary(match.branch_position, "branch"),)
-
     def _remember_leaf(self, seq: SequenceCache) -> None:
         """The conversation's next prompt is looked for here first."""
         if seq.conversation is not None and self.prefix_caching:
@@ -388,12 +394,3 @@ class CacheManager:
         self._committer.commit_full_pages(seq, token_ids)
         if not self.has_state:
             self._committer.commit_tail(seq, token_ids)
-
-
-def _check_pools(spec: CacheSpec, num_pages: int, num_state_rows: int) -> None:
-    if spec.page_size < 1:
-        raise ValueError(f"page_size must be at least 1, not {spec.page_size}")
-    if spec.kv is not None and num_pages < 2:
-        raise ValueError(f"num_pages must be at least 2 (page 0 is reserved), not {num_pages}")
-    if spec.state is not None and num_state_rows < 2:
-        raise ValueError(f"num_state_rows must be at least 2 (row 0 is reserved), not {num_state_rows}")

@@ -112,8 +112,12 @@ class DensityPolicy:
             value = self._forecast.first_index("trunk") if trunk is None else self._forecast.index(trunk)
         else:
             drop_rate = self._chance.drop_rate(line)
-            is_needed = kind == "turn_start" and drop_rate >= 0.5 and position != turn.spare
-            if not is_needed and kind == "turn_start" and self._has_near_spare(turn, seq, position):
+            is_needed = kind == "turn_start" and drop_rate >= 0.5
+            if (
+                kind == "turn_start"
+                and not (is_needed and position != turn.spare)
+                and self._has_near_spare(turn, seq, position)
+            ):
                 return False
             chance = self._chance.next_lost(line)
             if is_needed:
@@ -198,9 +202,10 @@ class DensityPolicy:
         index = self._forecast.index(owner)
         if isinstance(owner, Trunk):
             return index
-        main = self._lines.main_line(owner)
-        if main is not owner and main.snapshots:
-            index = min(index, self._forecast.index(main))  # a side call never outlives the line of work
+        if owner.num_uses < 2 and owner.kind == "text":
+            main = self._lines.main_line(owner)
+            if main is not owner and main.snapshots:
+                index = min(index, self._forecast.index(main))  # a side call never outlives the line of work
         place = owner.snapshots.index(snapshot)
         deeper = owner.snapshots[place + 1].num_tokens if place + 1 < len(owner.snapshots) else None
         chance = self._chance.chance(owner, snapshot.num_tokens, deeper)

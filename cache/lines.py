@@ -177,8 +177,9 @@ class LineRegistry:
             lines.append(line)
             idle = [other for other in lines if not other.num_active and other is not line]
             if len(lines) > self._max_per_conversation and idle:
-                # Side calls have one turn; the line of work has many and goes last, however old its last turn is.
-                self._forget(min(idle, key=lambda other: min(other.num_uses, 2)))
+                # The line of work goes last, however long its side calls and sub-agents have been at it.
+                main = self.main_line(line)
+                self._forget(next((other for other in idle if other is not main), idle[0]))
         if len(self._lines) > self._max_lines:
             oldest = next((other for other in self._lines.values() if not other.num_active and other is not line), None)
             if oldest is not None:

@@ -1,6 +1,6 @@
 """Which snapshots the next turn of a conversation will want: branches, supersession, and the end of a turn.
 
-A branch is one line of a conversation: per kind it keeps the newest snapshot (turn_start, turn_end, suspended). A
+A branch is one line of a conversation: per kind it keeps the newest snapshots (turn_start, turn_end, suspended). A
 request that resumes at a branch's deepest kept snapshot continues that branch; any other starts a new one (a side
 call, a retry, a sub-agent), so a newer snapshot supersedes an older one only where it really is its descendant.
 A snapshot kept by several branches is superseded when the last of them lets go. Nothing here frees memory, except
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.reclaim import Reclaimer
@@ -38,7 +39,7 @@ class Branch:
 
     conversation: ConversationKey
     inherited: Snapshot | None = None  # where it left another branch
-    kept: dict[BoundaryKind, Snapshot] = field(default_factory=dict)
+    kept: dict[BoundaryKind, list[Snapshot]] = field(default_factory=dict)  # oldest first
     open_turn: TurnHandle | None = None
     num_active: int = 0
     num_turns: int = 0
@@ -46,7 +47,7 @@ class Branch:
 
     def snapshots(self) -> list[Snapshot]:
         """All that this branch keeps, the unsettled turn end included."""
-        found = list(self.kept.values())
+        found = list(chain.from_iterable(self.kept.values()))
         if self.open_turn is not None:
             found.append(self.open_turn.snapshot)
         return found
@@ -56,10 +57,21 @@ class Branch:
 
 
 class Retention:
-    """Branches exist while they keep a snapshot or a sequence is open on them; their number is bounded besides."""
+    """Branches exist while they keep a snapshot or a sequence is open on them; their number is bounded besides.
 
-    def __init__(self, reclaimer: Reclaimer, *, max_branches: int, max_total_branches: int = 8192) -> None:
+    max_num_turns: of one branch whose snapshots are kept side by side; None: all, until they are evicted.
+    """
+
+    def __init__(
+        self,
+        reclaimer: Reclaimer,
+        *,
+        max_branches: int,
+        max_num_turns: int | None = 1,
+        max_total_branches: int = 8192,
+    ) -> None:
         self._reclaimer = reclaimer
+        self._max_num_turns = max_num_turns
         self._max_branches = max_branches
         self._max_total = max_total_branches
         self._branches: OrderedDict[Branch, None] = OrderedDict()  # least recently used first
@@ -126,11 +138,14 @@ class Retention:
             if not snapshot.keepers:
                 self._reclaimer.supersede(snapshot)
             return
-        old = branch.kept.get(kind)
-        branch.kept[kind] = snapshot
+        kept = branch.kept.setdefault(kind, [])
+        if snapshot in kept:
+            kept.remove(snapshot)
+        kept.append(snapshot)
         self._add_keeper(branch, snapshot)
-        if old is not None:
-            self._let_go(branch, old)
+        limit = 1 if kind == "suspended" else self._max_num_turns
+        if limit is not None and len(kept) > limit:
+            self._let_go(branch, kept.pop(0))
         if kind != "suspended":
             self._let_go_of_kind(branch, "suspended")
 
@@ -163,9 +178,10 @@ class Retention:
             self._settle(handle, is_kept=True)
             return None
         self._settle(handle, is_kept=False)
-        older = branch.kept.get("turn_end")
-        if older is not None and older.num_tokens > stable_tokens:
-            self._let_go_of_kind(branch, "turn_end")
+        older = branch.kept.get("turn_end", [])
+        branch.kept["turn_end"] = [one for one in older if one.num_tokens <= stable_tokens]
+        for useless in older:
+            self._let_go(branch, useless)
         self._discard_if_idle(branch)
         is_useless = handle.is_own and not snapshot.keepers and snapshot.kind in PRIVATE_KINDS
         return snapshot if is_useless else None
@@ -173,8 +189,9 @@ class Retention:
     def forget(self, snapshot: Snapshot) -> None:
         """`snapshot` left the cache."""
         for branch in list(snapshot.keepers):
-            for kind in [kind for kind, kept in branch.kept.items() if kept is snapshot]:
-                del branch.kept[kind]
+            for kept in branch.kept.values():
+                if snapshot in kept:
+                    kept.remove(snapshot)
             if branch.open_turn is not None and branch.open_turn.snapshot is snapshot:
                 branch.open_turn.is_settled = True
                 branch.open_turn = None
@@ -216,8 +233,7 @@ class Retention:
         self._reclaimer.revive(snapshot)
 
     def _let_go_of_kind(self, branch: Branch, kind: BoundaryKind) -> None:
-        snapshot = branch.kept.pop(kind, None)
-        if snapshot is not None:
+        for snapshot in branch.kept.pop(kind, ()):
             self._let_go(branch, snapshot)
 
     def _let_go(self, branch: Branch, snapshot: Snapshot) -> None:

@@ -69,6 +69,15 @@ class CacheSpec:
     state: StateSpec | None
     history: HistorySpec | None = None
 
+    def check_pools(self, num_pages: int, num_state_rows: int) -> None:
+        """Raises ValueError for pools in which nothing could ever run."""
+        if self.page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {self.page_size}")
+        if self.kv is not None and num_pages < 2:
+            raise ValueError(f"num_pages must be at least 2 (page 0 is reserved), not {num_pages}")
+        if self.state is not None and num_state_rows < 2:
+            raise ValueError(f"num_state_rows must be at least 2 (row 0 is reserved), not {num_state_rows}")
+
     @property
     def bytes_per_page(self) -> int:
         return self.page_size * self.kv.bytes_per_token if self.kv else 0

@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from turnkeep.cache.cache_manager import CacheManager
+from turnkeep.cache.config import resolve_cache_config
 from turnkeep.cache.pool_content import TensorPoolContent
 from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.spec import CacheSpec
@@ -153,6 +155,8 @@ def assemble(
     budget: says how much is drafted; without one all that the speculation's limits allow.
     """
     spec = _spec(model_config, config, dtype, speculation)
+    settings, cache_notices = resolve_cache_config(config.cache, has_state=spec.state is not None)
+    config = msgspec.structs.replace(config, cache=settings)
     storage = CacheStorage(
         spec,
         num_pages=sizes.num_pages,
@@ -188,7 +192,7 @@ def assemble(
     loop = EngineLoop(scheduler, runner, outbox)
     resource = f"{sizes.limiting_resource}; {tiers.summary}"
     log.info("%s in %s; %s", model_name, dtype, resource)
-    notices = [*sizes.notices, *speculation.notices, *tiers.notices]
+    notices = [*sizes.notices, *cache_notices, *speculation.notices, *tiers.notices]
     return loop, _ready(model_name, model_config, config, sizes, resource, notices)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from turnkeep.cache.cache_manager import CacheManager
+from turnkeep.cache.config import resolve_cache_config
 from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
 from turnkeep.engine.config import EngineConfig
@@ -90,11 +91,12 @@ def build_scripted_engine(config: EngineConfig, outbox: Callable[[FromEngine], N
         vocab_size=vocab_size,
         start_number=config.start_number,
     )
-    tiers = build_tiers(spec, config.cache, runner.pool_content(), b"scripted", sizes.num_bytes)
+    settings, cache_notices = resolve_cache_config(config.cache, has_state=spec.state is not None)
+    tiers = build_tiers(spec, settings, runner.pool_content(), b"scripted", sizes.num_bytes)
     cost = PrefillCost()
     cache = CacheManager(
         spec,
-        config.cache,
+        settings,
         num_pages=sizes.num_pages,
         num_state_rows=sizes.num_state_rows,
         clock=time.monotonic,
@@ -116,7 +118,7 @@ def build_scripted_engine(config: EngineConfig, outbox: Callable[[FromEngine], N
         num_state_rows=sizes.num_state_rows,
         max_running=sizes.max_running,
         limiting_resource=f"a script instead of a model; {sizes.limiting_resource}; {tiers.summary}",
-        notices=[*sizes.notices, *tiers.notices],
+        notices=[*sizes.notices, *cache_notices, *tiers.notices],
     )
     return EngineLoop(Scheduler(cache, limits, cost=cost), runner, outbox), ready
 

@@ -26,7 +26,6 @@ from turnkeep.scheduler.tree_budget import TreeBudget
 from turnkeep.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
-    from turnkeep.cache.boundary import Boundary
     from turnkeep.cache.cache_manager import CacheManager
     from turnkeep.cache.retention import TurnHandle
     from turnkeep.cache.statistics import CacheStats
@@ -34,15 +33,6 @@ if TYPE_CHECKING:
 
 class DuplicateRequestError(ValueError):
     """A request of this id is still open. No event tells of it: events of that id belong to the open one."""
-
-
-def _usable_boundaries(request: Request) -> tuple[Boundary, ...]:
-    """Those inside the prompt, ascending, one a position."""
-    found: dict[int, Boundary] = {}
-    for boundary in request.boundaries:
-        if 0 < boundary.position <= request.num_prompt_tokens:
-            found.setdefault(boundary.position, boundary)
-    return tuple(found[position] for position in sorted(found))
 
 
 class Scheduler:
@@ -93,7 +83,7 @@ class Scheduler:
         self._turn_handles.pop(request.request_id, None)
         request.arrival_s = self._clock()
         request.arrival_number = self._stats.num_submitted
-        request.boundaries = _usable_boundaries(request)
+        request.boundaries = self._cache.planned_boundaries(request.boundaries, request.num_prompt_tokens)
         self._stats.num_submitted += 1
         self._requests[request.request_id] = request
         reason = self._admission.reason_to_refuse(request)

@@ -19,8 +19,6 @@ import msgspec
 from aiohttp import ClientError
 
 import turnkeep
-from turnkeep.cache.config import CacheConfig
-from turnkeep.cache.policies import EVICTION_POLICIES
 from turnkeep.clients.chat_client import RequestFailedError
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructions
@@ -29,8 +27,10 @@ from turnkeep.engine.sizing import POOL_DTYPES, STATE_DTYPES
 from turnkeep.models.catalog import MODEL_NAMES, ModelFilesError, ModelNotFound, find_model
 from turnkeep.models.config import ConfigError
 from turnkeep.models.hub import fetch_model, is_hub_id
+from turnkeep.server.cache_options import add_cache_options, cache_config
 from turnkeep.server.chat_template import TemplateError
 from turnkeep.server.config import DEFAULT_HOST, DEFAULT_PORT, ServerConfig, parse_size
+from turnkeep.server.config_file import ConfigFileError, parse_with_file
 from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging
 from turnkeep.server.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -50,7 +50,10 @@ class CommandError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit status."""
-    options = make_parser().parse_args(arguments)
+    try:
+        options = parse_with_file(make_parser(), list(sys.argv[1:] if arguments is None else arguments))
+    except ConfigFileError as error:
+        return _fail(str(error))
     set_up_logging(options.log_level)
     os.environ["TURNKEEP_LOG_LEVEL"] = options.log_level  # for the engine process
     try:
@@ -78,9 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"turnkeep {turnkeep.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve a model over HTTP")
-    _add_model_options(serve)
-    _add_server_options(serve)
+    serve = commands.add_parser("serve", help="serve a model over HTTP", parents=[serve_parser()], add_help=False)
     serve.set_defaults(run=run_serve, log_level="info")
 
     chat = commands.add_parser("chat", help="chat in the terminal, with the cost of every turn")
@@ -106,11 +107,24 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def serve_parser() -> argparse.ArgumentParser:
+    """The options of `turnkeep serve`."""
+    parser = argparse.ArgumentParser()
+    _add_model_options(parser)
+    _add_server_options(parser)
+    return parser
+
+
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(MODEL_NAMES)
     model = parser.add_argument_group("model and engine")
     model.add_argument("model", nargs="?", default="demo", help=f"{names}, a model folder or a GGUF file (demo)")
-    model.add_argument("--allow-hub", action="store_true", help="fetch a model called owner/name from the hub")
+    model.add_argument(
+        "--allow-hub",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="fetch a model called owner/name from the hub",
+    )
     model.add_argument(
         "--engine", type=_script, metavar="scripted:FILE", dest="script",
         help="follow the rules of a JSON or TOML file instead of a model (docs/scripted-engine.md)",
@@ -123,10 +137,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--max-step-tokens", type=_positive, help="tokens computed in one step")
     model.add_argument("--threads", type=_positive, help="compute threads of the engine (default: all cores)")
     model.add_argument(
-        "--eviction-policy", choices=EVICTION_POLICIES, default="density", help="what leaves a full cache first: what "
-        "saves fewest seconds a byte as learnt so far (density), the least recently used (lru), or Marconi's rule",
+        "--config", metavar="FILE", help="TOML or YAML file of settings called like these options; what is given here "
+        "goes before what the file says",
     )  # fmt: skip
-    model.add_argument("--no-prefix-caching", action="store_true", help="compute every turn anew (for comparison)")
+    add_cache_options(parser)
 
 
 def _add_pool_dtypes(group: argparse._ArgumentGroup) -> None:
@@ -160,7 +174,10 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         "(or TURNKEEP_API_KEYS, comma-separated, which the process list does not show)",
     )  # fmt: skip
     server.add_argument("--served-model-name", action="append", metavar="NAME", help="name in the API; may be repeated")
-    server.add_argument("--accept-any-model", action="store_true", help="answer under whatever model name is asked for")
+    server.add_argument(
+        "--accept-any-model", action=argparse.BooleanOptionalAction, default=False, help="answer under whatever model "
+        "name is asked for",
+    )  # fmt: skip
     server.add_argument(
         "--tool-call-parser", choices=TOOL_CALL_PARSERS, metavar="NAME",
         help=f"how the model writes tool calls (default: as its chat template tells): {', '.join(TOOL_CALL_PARSERS)}",
@@ -199,7 +216,11 @@ def model_path(options: argparse.Namespace) -> str:
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
-    """Options that were not given stay None: the engine decides them and says how."""
+    """Options that were not given stay None: the engine decides them and says how. Raises CommandError."""
+    try:
+        cache = cache_config(options)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     config = EngineConfig(
         model=model_path(options),
         dtype=options.dtype,
@@ -209,7 +230,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         max_model_len=options.max_model_len,
         memory_bytes=options.memory,
         num_threads=options.threads,
-        cache=CacheConfig(prefix_caching=not options.no_prefix_caching, eviction_policy=options.eviction_policy),
+        cache=cache,
         script=options.script,
     )
     if options.max_step_tokens is not None:

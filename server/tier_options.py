@@ -21,8 +21,8 @@ def add_tier_options(group: argparse._ArgumentGroup) -> None:
         "from after a restart: SIZE, PAGES:SNAPSHOTS or 0 (default: a tenth of what is free, at most 4GiB)",
     )  # fmt: skip
     group.add_argument(
-        "--int8-snapshots", action="store_true", help="write recurrent states to disk in eight bits: about a quarter "
-        "of the bytes, but turns that go on from there may differ from a cold run",
+        "--int8-snapshots", action=argparse.BooleanOptionalAction, default=False, help="write recurrent states to disk "
+        "in eight bits: about a quarter of the bytes, but turns that go on from there may differ from a cold run",
     )  # fmt: skip
 
 

@@ -82,9 +82,11 @@ class CacheDriver:
         prefix_caching: bool = True,
         max_branches: int = 4,
         eviction_policy: EvictionPolicyName = "density",
+        config: CacheConfig | None = None,
         checks: bool = True,
         make_tiers: Callable[[CacheDriver], ColdTiers] | None = None,
     ) -> None:
+        """`config` takes the place of the three settings before it."""
         self.kind = kind
         self.checks = checks  # False for big trees: a check looks at everything
         self.clock = FakeClock()
@@ -93,7 +95,8 @@ class CacheDriver:
         self.rows = [0] * (num_rows + 1)
         self.cache = CacheManager(
             cache_spec(kind, page_size),
-            CacheConfig(prefix_caching=prefix_caching, max_branches=max_branches, eviction_policy=eviction_policy),
+            config
+            or CacheConfig(prefix_caching=prefix_caching, max_branches=max_branches, eviction_policy=eviction_policy),
             num_pages=num_pages + 1,
             num_state_rows=num_rows + 1,
             clock=self.clock,
