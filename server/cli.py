@@ -30,7 +30,7 @@ from turnkeep.models.hub import fetch_model, is_hub_id
 from turnkeep.server.cache_options import add_cache_options, cache_config
 from turnkeep.server.chat_template import TemplateError
 from turnkeep.server.config import DEFAULT_HOST, DEFAULT_PORT, ServerConfig, parse_size
-from turnkeep.server.config_file import ConfigFileError, parse_with_file
+from turnkeep.server.config_file import ConfigFileError, add_config_option, parse_with_file
 from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging
 from turnkeep.server.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -136,10 +136,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--memory", type=_size, metavar="SIZE", help="for the cache, for example 2GiB")
     model.add_argument("--max-step-tokens", type=_positive, help="tokens computed in one step")
     model.add_argument("--threads", type=_positive, help="compute threads of the engine (default: all cores)")
-    model.add_argument(
-        "--config", metavar="FILE", help="TOML or YAML file of settings called like these options; what is given here "
-        "goes before what the file says",
-    )  # fmt: skip
+    add_config_option(model)
     add_cache_options(parser)
 
 

@@ -17,6 +17,13 @@ class ConfigFileError(ValueError):
     """The file cannot be read, or holds what no option can; the message is one line."""
 
 
+def add_config_option(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--config", metavar="FILE", help="TOML or YAML file of settings called like these options; what is given here "
+        "goes before what the file says",
+    )  # fmt: skip
+
+
 def parse_with_file(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command's arguments, those of the file that --config names before those given. Raises ConfigFileError."""
     options = parser.parse_args(arguments)
