@@ -71,12 +71,12 @@ def build_tiers(
         base = Path(config.folder)
         try:
             folder = layout_folder(base, layout)
-            lock_folder(folder)  # never given back: it ends with the process
+            lock = lock_folder(folder)
             disk_budget = _budget(spec, _disk_bytes(config, folder), config.disk_snapshot_bytes)
             trim_other_layouts(base, folder, disk_budget.num_bytes)
             codec = RowCodec(pool.row_parts) if config.int8_snapshots else None
-            disk = DiskTier(folder, layout, background, counters, clock=time.monotonic, codec=codec)
-        except DiskTierError as error:
+            disk = DiskTier(folder, layout, background, counters, clock=time.monotonic, codec=codec, lock=lock)
+        except (DiskTierError, OSError) as error:
             notices.append(f"no disk cache, conversations will not survive a restart: {error}")
             disk_budget = NO_BUDGET
     host_bytes = config.host_bytes

@@ -16,6 +16,8 @@ from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.tiers.keys import page_key
 from turnkeep.cache.tiers.record import Record, RecordKind, TierBudget
 
+MAX_OWNED = 2
+
 
 @dataclass(slots=True, frozen=True)
 class ColdMatch:
@@ -97,7 +99,7 @@ class ColdIndex:
         self.disk = TierSpace(disk, lambda record: record.file_bytes)
         self.pages: dict[bytes, tuple[Record, int]] = {}  # page key -> its run, and its place there
         self.suffixes: dict[bytes, dict[bytes, Record]] = {}  # page key -> tokens after it -> snapshot
-        self.owners: dict[bytes, Record] = {}  # conversation -> what was written for it last
+        self._owned: dict[bytes, list[Record]] = {}  # conversation -> what was written for it last
         self._page_size = page_size
         self._has_pages = has_pages
         self._has_state = has_state
@@ -131,10 +133,20 @@ class ColdIndex:
         else:
             for index, key in enumerate(name.page_keys):
                 self.pages.setdefault(key, (record, index))
-        if name.owner:
-            self.owners[name.owner] = record
         record.is_attached = True
+        self.own(record)
         return True
+
+    def own(self, record: Record) -> None:
+        """The newest of its conversation from now on."""
+        owner = record.name.owner
+        if owner and (record.name.kind == "snapshot" or not self._has_state):
+            others = [other for other in self._owned.get(owner, ()) if other is not record]
+            self._owned[owner] = [*others[1 - MAX_OWNED :], record]
+
+    def newest(self, owner: bytes) -> list[Record]:
+        """What a conversation's next prompt will go on from, most likely: its last turn's start and end."""
+        return self._owned.get(owner, [])
 
     def hold(self, record: Record) -> None:
         """Keep its content in host memory until as many `let_go`."""
@@ -206,8 +218,11 @@ class ColdIndex:
         for key in name.page_keys:
             if self.pages.get(key, (None, 0))[0] is record:
                 del self.pages[key]
-        if self.owners.get(name.owner) is record:
-            del self.owners[name.owner]
+        owned = self._owned.get(name.owner)
+        if owned is not None and record in owned:
+            owned.remove(record)
+            if not owned:
+                del self._owned[name.owner]
         self.host.discard(record)
         if record in self.disk:
             self.disk.discard(record)

@@ -140,7 +140,10 @@ class ColdTiers:
                 self._background.wait(0.05)
 
     def close(self) -> None:
+        """The cache is not used any more."""
         self._background.close()
+        if self._disk is not None:
+            self._disk.close()
 
     # Reports
 
@@ -178,8 +181,7 @@ class ColdTiers:
                 disk.erase(record)
                 num_orphans += 1
         for record in sorted(records, key=lambda record: order[record.name.key]):
-            if record.name.owner:
-                self.index.owners[record.name.owner] = record
+            self.index.own(record)
             self.index.touch(record)
         for record in records:
             is_useless = self._spec.state is not None and record.name.kind == "pages" and not record.users

@@ -106,7 +106,9 @@ class DiskTier:
         *,
         clock: Callable[[], float],
         codec: RowCodec | None = None,
+        lock: int | None = None,
     ) -> None:
+        """lock: what `lock_folder` gave for the folder; given back by `close`."""
         self.backlog_bytes = 0  # in host memory, waiting to be written
         self._folder = folder
         self._layout = layout
@@ -114,6 +116,7 @@ class DiskTier:
         self._counters = counters
         self._clock = clock
         self._codec = codec
+        self._lock = lock
         self._next_write_s = clock()
 
     @property
@@ -191,6 +194,12 @@ class DiskTier:
                 done(result)
 
         self._background.submit(work, ended, is_urgent=True)
+
+    def close(self) -> None:
+        """Let another engine have the folder. Nothing may be asked of it afterwards."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def erase(self, record: Record) -> None:
         """Remove a record's file, after the writes that wait."""

@@ -122,12 +122,12 @@ class Loader:
 
     def expect(self, cache_root: str, conversation_id: str) -> None:
         """The next prompt of a conversation is on its way: read what it will most likely need into host memory."""
-        newest = self._index.owners.get(owner_key(cache_root, conversation_id))
-        if newest is None or _is_on_device(newest):
+        newest = self._index.newest(owner_key(cache_root, conversation_id))
+        if not newest or any(_is_on_device(record) for record in newest):
             return
         unread = [
             record
-            for record in newest.chain()
+            for record in dict.fromkeys(needed for record in newest for needed in record.chain())
             if record.data is None and record not in self._readers and not _is_on_device(record)
         ]
         budget = self._index.host.budget
@@ -136,7 +136,7 @@ class Loader:
         if not unread or num_page_bytes > budget.page_bytes or num_snapshot_bytes > budget.snapshot_bytes:
             return
         self._counters.num_expected += 1
-        self._index.touch(newest)
+        self._index.touch(newest[-1])
         for record in unread:
             record.is_ahead = True
             self._read(record, None)

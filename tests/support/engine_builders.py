@@ -62,6 +62,7 @@ def build_tiny(
         model_name="tiny",
         speculation=speculation,
         make_drafter=None if drafter is None else lambda _: drafter,
+        fingerprint=f"tiny {kind}".encode(),
     )
 
 

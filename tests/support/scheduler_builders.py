@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from content_probe import ContentProbe
@@ -12,6 +12,7 @@ from turnkeep.cache.cache_manager import CacheManager
 from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
+from turnkeep.cache.tiers.cold_tiers import ColdTiers
 from turnkeep.scheduler.config import SchedulerConfig
 from turnkeep.scheduler.events import Finished, SchedulerEvent, TokenOut
 from turnkeep.scheduler.request import Request, SamplingParams
@@ -97,16 +98,19 @@ def make_bench(
     max_running: int = 8,
     max_step_tokens: int = 32,
     max_model_len: int = 200,
+    make_tiers: Callable[[CacheSpec, ContentProbe, FakeClock], ColdTiers] | None = None,
     **config: int,
 ) -> Bench:
     spec = make_spec(page_size=page_size, has_pages=has_pages, has_state=has_state)
     clock = FakeClock()
+    probe = ContentProbe(num_pages=num_pages, num_state_rows=num_state_rows, page_size=page_size, vocab_size=VOCAB_SIZE)
     cache = CacheManager(
         spec,
         CacheConfig(prefix_caching=prefix_caching),
         num_pages=num_pages,
         num_state_rows=num_state_rows,
         clock=clock,
+        tiers=None if make_tiers is None else make_tiers(spec, probe, clock),
     )
     limits = SchedulerConfig(
         max_running=max_running,
@@ -115,7 +119,6 @@ def make_bench(
         vocab_size=VOCAB_SIZE,
         **{"decode_reserve_tokens": 8, "min_shared_tokens": 4, **config},
     )
-    probe = ContentProbe(num_pages=num_pages, num_state_rows=num_state_rows, page_size=page_size, vocab_size=VOCAB_SIZE)
     return Bench(Scheduler(cache, limits, clock), cache, probe, clock, [])
 
 
