@@ -27,6 +27,7 @@ from typing import Any, cast
 from benchmarks.machine import describe_machine
 
 BAR = 0.50
+STALL_S = 60.0
 TICKS = os.sysconf("SC_CLK_TCK")
 
 BARE_SERVER = """
@@ -99,8 +100,9 @@ class StreamClient(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._load.num_bytes += len(data)
         data = self._tail + data
-        self._load.num_events += data.count(b"\n\n")
-        self._tail = data[-1:] if not data.endswith(b"\n\n") else b""
+        # What the end of a piece holds was counted with it; a piece may end inside the last event.
+        self._load.num_events += data.count(b"\n\n") - self._tail.count(b"\n\n")
+        self._tail = data[-len(b"[DONE]\n\n") :]
         if b"[DONE]" in data and not self._done.done():
             self._done.set_result(None)
 
@@ -119,11 +121,23 @@ async def load_once(port: int, num_streams: int, body: bytes) -> Load:
         transport, _ = await loop.create_connection(lambda done=done: StreamClient(load, body, done), "127.0.0.1", port)
         waits.append(done)
         transports.append(transport)
-    await asyncio.gather(*waits)
+    await wait_for_all(waits, load)
     load.wall_s = time.perf_counter() - started_s
     for transport in transports:
         transport.close()
     return load
+
+
+async def wait_for_all(waits: list[asyncio.Future[None]], load: Load) -> None:
+    """Raises RuntimeError when nothing at all has come for STALL_S: a load that hangs says so."""
+    pending: set[asyncio.Future[None]] = set(waits)
+    while pending:
+        num_bytes = load.num_bytes
+        done, pending = await asyncio.wait(pending, timeout=STALL_S, return_when=asyncio.FIRST_EXCEPTION)
+        for one in done:
+            one.result()
+        if pending and load.num_bytes == num_bytes:
+            raise RuntimeError(f"{len(pending)} of {len(waits)} streams have had nothing for {STALL_S:.0f} s")
 
 
 def cpu_seconds(pid: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 from turnkeep.engine.coalescing import merge_tokens
 from turnkeep.engine.messages import Admitted, Finished, Tokens
@@ -16,6 +17,16 @@ from turnkeep.engine.messages import Admitted, Finished, Tokens
 RequestEvent = Admitted | Tokens | Finished
 
 TIMER_SLACK_S = 0.001  # event loops may fire a timer a little early
+
+
+class TokenReceiver(Protocol):
+    """Who wants tokens at once, without being woken up for each."""
+
+    def can_take(self) -> bool:
+        """Whether take() may be called now; otherwise the tokens wait as usual."""
+
+    def take(self, tokens: Tokens) -> None:
+        """Must not block. What it raises comes out of the wait that is going on."""
 
 
 class RequestEvents:
@@ -34,6 +45,7 @@ class RequestEvents:
         self._is_finished = False  # the engine has ended the request (Finished may not be taken yet)
         self._is_aborted = False
         self._waiter: asyncio.Future[bool] | None = None
+        self._receiver: TokenReceiver | None = None
         # One timer serves all waits: setting one up for each token would cost as much as the token's way to the client.
         self._timer: asyncio.TimerHandle | None = None
         self._deadline_s = math.inf  # of the present wait, by the event loop's clock
@@ -45,7 +57,12 @@ class RequestEvents:
 
     def push(self, event: RequestEvent) -> None:
         """The handle delivers one event."""
+        waiter = self._waiter
+        is_awaited = waiter is not None and not waiter.done()
         if isinstance(event, Tokens):
+            # Whoever is in a wait has taken everything before: nothing is overtaken.
+            if self._receiver is not None and is_awaited and self._give(event):
+                return
             if self._tokens is None:
                 self._tokens = event
             else:
@@ -58,8 +75,26 @@ class RequestEvents:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(True)
+        if is_awaited:
+            assert waiter is not None
+            waiter.set_result(True)
+
+    def deliver_to(self, receiver: TokenReceiver | None) -> None:
+        """Give tokens that arrive during a wait to the receiver; the wait goes on. A task need not be woken up then,
+        which is most of what one token costs. None: no longer."""
+        self._receiver = receiver
+
+    def _give(self, tokens: Tokens) -> bool:
+        assert self._receiver is not None
+        try:
+            if not self._receiver.can_take():
+                return False
+            self._receiver.take(tokens)
+        except Exception as error:  # it concerns this request alone: the handle delivers to all of them
+            self._receiver = None
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(error)
+        return True
 
     def take(self) -> RequestEvent | None:
         """The next waiting event, or None."""

@@ -24,7 +24,7 @@ from turnkeep.server.config import ServerConfig
 from turnkeep.server.http_guard import TENANT, json_response
 from turnkeep.server.metrics import ServerMetrics
 from turnkeep.server.request_body import read_body
-from turnkeep.server.turn import Turn
+from turnkeep.server.turn import EventReceiver, Turn
 from turnkeep.server.turn_events import TurnEvent
 from turnkeep.server.turn_stream import TurnStream
 
@@ -53,6 +53,11 @@ class TurnGroup:
             first = sum(turn.num_choices for turn in self._turns[:number])
             events += [shifted(event, first) for event in self._waits.pop(number).result()]
         return events
+
+    def deliver_to(self, receiver: EventReceiver | None) -> None:
+        """As Turn.deliver_to, for an only turn."""
+        if len(self._turns) == 1:
+            self._turns[0].deliver_to(receiver)
 
     async def close(self) -> None:
         """End the waiting. Idempotent."""

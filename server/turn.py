@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from turnkeep.engine.handle import EngineHandle
 from turnkeep.engine.messages import Admitted, Finished, Submit, Tokens
@@ -64,6 +64,29 @@ class Choice:
             self.text.stop_string,
             self.num_declared_tokens,
         )
+
+
+class EventReceiver(Protocol):
+    """Who wants events at once; see RequestEvents.deliver_to."""
+
+    def can_take(self) -> bool: ...
+
+    def take(self, events: list[TurnEvent]) -> None: ...
+
+
+class _ChoiceReceiver:
+    """Turns the tokens of a choice into events on their way."""
+
+    def __init__(self, turn: Turn, choice: Choice, receiver: EventReceiver) -> None:
+        self._turn = turn
+        self._choice = choice
+        self._receiver = receiver
+        self.can_take = receiver.can_take
+
+    def take(self, tokens: Tokens) -> None:
+        deltas = self._turn.receive_tokens(self._choice, tokens)
+        if deltas:
+            self._receiver.take([*deltas])
 
 
 class Turn:
@@ -121,10 +144,17 @@ class Turn:
         for choice in choices:
             while (event := choice.events.take()) is not None:
                 if isinstance(event, Tokens):
-                    events += self._receive_tokens(choice, event)
+                    events += self.receive_tokens(choice, event)
                 else:
                     events += await self._receive(choice, event)
         return events
+
+    def deliver_to(self, receiver: EventReceiver | None) -> None:
+        """Give what the tokens of an only choice become to the receiver while next_events() waits, where it can take
+        it. None: no longer."""
+        if len(self.choices) == 1:
+            choice = self.choices[0]
+            choice.events.deliver_to(None if receiver is None else _ChoiceReceiver(self, choice, receiver))
 
     async def __aenter__(self) -> Turn:
         return self
@@ -177,7 +207,7 @@ class Turn:
             del self._waits[choice.index]
         return ready
 
-    def _receive_tokens(self, choice: Choice, tokens: Tokens) -> list[TurnDelta]:
+    def receive_tokens(self, choice: Choice, tokens: Tokens) -> list[TurnDelta]:
         self._measure()
         deltas = choice.text.push(tokens.token_ids, tokens.logprobs)
         if choice.text.is_stopped and not choice.is_stop_sent:

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from aiohttp import web
 
@@ -20,6 +20,7 @@ from turnkeep.server import errors, event_stream
 from turnkeep.server.config import ServerConfig
 from turnkeep.server.http_guard import REQUEST_ID
 from turnkeep.server.metrics import ServerMetrics
+from turnkeep.server.turn import EventReceiver
 from turnkeep.server.turn_events import TurnEvent
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ class EventSource(Protocol):
     async def next_events(self, timeout_s: float | None) -> list[TurnEvent]:
         """As Turn.next_events."""
 
+    def deliver_to(self, receiver: EventReceiver | None) -> None:
+        """As Turn.deliver_to."""
+
 
 class StreamShape(Protocol):
     """How one API writes events. The frames are made in the order of the calls."""
@@ -49,6 +53,27 @@ class StreamShape(Protocol):
 
     def broken(self, error: errors.ApiError) -> bytes:
         """The frame that says why the stream ends early."""
+
+
+class _DirectWriter:
+    """Writes events to a connection whose buffer is empty, each as an HTTP chunk of its own, past the framework."""
+
+    def __init__(self, transport: asyncio.Transport | asyncio.BaseTransport, shape: StreamShape) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._shape = shape
+        self.last_write_s = -math.inf
+
+    def can_take(self) -> bool:
+        return not self._transport.get_write_buffer_size() and not self._transport.is_closing()
+
+    def take(self, events: list[TurnEvent]) -> None:
+        data = self._shape.encode(events)
+        if data:
+            self.write(data)
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.last_write_s = time.monotonic()
 
 
 class TurnStream:
@@ -83,31 +108,29 @@ class TurnStream:
         events: list[TurnEvent],
     ) -> None:
         last_write_s = -math.inf
-        transport = request.transport
-        is_chunked = response.headers.get("Transfer-Encoding") == "chunked"
+        direct: _DirectWriter | None = None
         while True:
             data = shape.encode(events)
             if source.is_complete:
+                source.deliver_to(None)
                 # In one write with the end of the body: clients stop reading at the last event.
                 await self._send(request, response.write_eof, data + shape.end())
                 return
             now_s = time.monotonic()
+            if direct is not None:
+                last_write_s = max(last_write_s, direct.last_write_s)
             if not data and now_s - last_write_s >= self._config.comment_interval_s:
                 data = event_stream.KEEP_ALIVE
             if data:
-                # Into an empty buffer a small piece never waits: almost every token goes this way, as an HTTP chunk
-                # of its own. The first write carries the head of the answer and is left to the framework.
-                if (
-                    is_chunked
-                    and transport is not None
-                    and last_write_s > -math.inf
-                    and len(data) < SMALL_WRITE_BYTES
-                    and not transport.get_write_buffer_size()
-                    and not transport.is_closing()
-                ):
-                    transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+                # Into an empty buffer a small piece never waits: almost every token goes this way.
+                if direct is not None and len(data) < SMALL_WRITE_BYTES and direct.can_take():
+                    direct.write(data)
                 else:
                     await self._send(request, response.write, data)
+                if direct is None and request.transport is not None and _is_chunked(response):
+                    # The first write carried the head of the answer and was left to the framework.
+                    direct = _DirectWriter(request.transport, shape)
+                    source.deliver_to(direct)
                 last_write_s = now_s
             events = await source.next_events(self._config.comment_interval_s - (now_s - last_write_s))
 
@@ -139,3 +162,7 @@ class TurnStream:
             return
         if request.transport is not None:
             request.transport.close()
+
+
+def _is_chunked(response: web.StreamResponse) -> bool:
+    return response.headers.get("Transfer-Encoding") == "chunked"

@@ -23,7 +23,7 @@ from turnkeep.server.stores import (
     StoredResponse,
     UnknownConversationError,
 )
-from turnkeep.server.turn import Turn
+from turnkeep.server.turn import EventReceiver, Turn
 from turnkeep.server.turn_events import TurnEvent
 
 log = logging.getLogger(__name__)
@@ -75,13 +75,21 @@ class ResponseRun:
         """As Turn.next_events; the response's own events are then pending. Raises ApiError when the turn broke."""
         with response_params():
             events = await self._turn.next_events(timeout_s)
-        for event in events:
-            self._pending += self.builder.add(event)
+        self.add(events)
         if self._turn.is_complete and not self.is_complete:
             # Not cancelled with the client: a turn that is complete is kept, or not, as a whole.
             await asyncio.shield(self._chat.run_to_end(self._commit()))
             self._pending += self.builder.complete()
         return events
+
+    def deliver_to(self, receiver: EventReceiver | None) -> None:
+        """As Turn.deliver_to."""
+        self._turn.deliver_to(None if receiver is None else _RunReceiver(self, receiver))
+
+    def add(self, events: list[TurnEvent]) -> None:
+        """Make the response's own events of the turn's; they are then pending."""
+        for event in events:
+            self._pending += self.builder.add(event)
 
     def take(self) -> list[Event]:
         """The events since the last call."""
@@ -181,6 +189,19 @@ class ResponseRun:
                     await self._store.replace_running(plan.tenant, stored)
             except (StoreDownError, ConversationLockedError, UnknownConversationError) as error:
                 log.warning("response %s: its lease could not be prolonged: %s", plan.id, error)
+
+
+class _RunReceiver:
+    """Adds the turn's events to the response on their way."""
+
+    def __init__(self, run: ResponseRun, receiver: EventReceiver) -> None:
+        self._run = run
+        self._receiver = receiver
+        self.can_take = receiver.can_take
+
+    def take(self, events: list[TurnEvent]) -> None:
+        self._run.add(events)
+        self._receiver.take(events)
 
 
 def encode_events(events: list[Event]) -> bytes:

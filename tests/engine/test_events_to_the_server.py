@@ -164,3 +164,59 @@ def test_the_channel_reads_what_has_arrived_and_notices_the_end() -> None:
     with pytest.raises(ServerGone):
         channel.send([finished("r")])
     channel.close()
+
+
+class Receiver:
+    """Takes tokens at once while it is ready."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.is_ready = True
+        self.error: Exception | None = None
+
+    def can_take(self) -> bool:
+        return self.is_ready
+
+    def take(self, tokens: Tokens) -> None:
+        if self.error is not None:
+            raise self.error
+        self.token_ids += tokens.token_ids
+
+
+async def test_tokens_that_arrive_during_a_wait_are_taken_at_once_and_wake_nobody() -> None:
+    events, receiver = RequestEvents("a", lambda _: None), Receiver()
+    events.deliver_to(receiver)
+    events.push(Tokens("a", [1]))  # nobody waits: it may not overtake what is being worked on
+    assert receiver.token_ids == []
+    assert events.take() == Tokens("a", [1])
+    waiting = asyncio.create_task(events.wait(10))
+    await asyncio.sleep(0)
+    events.push(Tokens("a", [2]))
+    events.push(Tokens("a", [3]))
+    await asyncio.sleep(0)
+    assert receiver.token_ids == [2, 3]
+    assert not waiting.done()
+    receiver.is_ready = False  # a full connection: the task writes it, and waits for room
+    events.push(Tokens("a", [4]))
+    receiver.is_ready = True
+    events.push(Tokens("a", [5]))
+    assert await waiting
+    assert events.take() == Tokens("a", [4, 5])
+    events.deliver_to(None)
+    waiting = asyncio.create_task(events.wait(10))
+    await asyncio.sleep(0)
+    events.push(Tokens("a", [6]))
+    assert await waiting
+    assert events.take() == Tokens("a", [6])
+    assert receiver.token_ids == [2, 3]
+
+
+async def test_what_a_receiver_raises_comes_out_of_its_own_wait() -> None:
+    events, receiver = RequestEvents("a", lambda _: None), Receiver()
+    receiver.error = ValueError("broken")
+    events.deliver_to(receiver)
+    waiting = asyncio.create_task(events.wait(10))
+    await asyncio.sleep(0)
+    events.push(Tokens("a", [1]))
+    with pytest.raises(ValueError, match="broken"):
+        await waiting
