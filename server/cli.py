@@ -20,6 +20,8 @@ from aiohttp import ClientError
 
 import turnkeep
 from turnkeep.clients.chat_client import RequestFailedError
+from turnkeep.clients.replay_report import PlotError
+from turnkeep.clients.trace_file import TraceError
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.environment import default_memory_bytes, has_bf16_instructions
 from turnkeep.engine.handle import EngineStartError
@@ -34,6 +36,7 @@ from turnkeep.server.config_file import ConfigFileError, add_config_option, pars
 from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging
 from turnkeep.server.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
+from turnkeep.server.replay_command import add_replay_options, replay_trace
 from turnkeep.server.serve import PortTakenError, RunningServer, serve_until_signal
 from turnkeep.server.state_folder import asked_state_dir, state_dir
 from turnkeep.server.tier_options import add_tier_options, tier_config
@@ -48,6 +51,12 @@ class CommandError(Exception):
     """The command cannot run; the message is shown as one line."""
 
 
+_FAILURES = (
+    CommandError, ModelNotFound, ModelFilesError, EngineStartError, RequestFailedError, ClientError, TraceError,
+    PlotError,
+)  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit status."""
     try:
@@ -58,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["TURNKEEP_LOG_LEVEL"] = options.log_level  # for the engine process
     try:
         options.run(options)
-    except (CommandError, ModelNotFound, ModelFilesError, EngineStartError, RequestFailedError, ClientError) as error:
+    except _FAILURES as error:
         return _fail(str(error))
     except (TemplateError, TokenizerError) as error:
         return _fail(f"the model's files cannot be used: {error}")
@@ -97,11 +106,16 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=1, help="which conversation (default: 1)")
     demo.set_defaults(run=run_demo, log_level="warning")
 
+    replay = commands.add_parser("replay", help="play a recorded trace and measure reuse and times")
+    add_replay_options(replay)
+    _add_client_options(replay)
+    replay.set_defaults(run=run_replay, log_level="warning")
+
     inspect = commands.add_parser("inspect", help="show what a model is made of, and what its cache costs")
     _add_inspect_options(inspect)
     inspect.set_defaults(run=run_inspect, log_level="warning")
 
-    for command in (serve, chat, demo, inspect):
+    for command in (serve, chat, demo, replay, inspect):
         levels = ("debug", "info", "warning", "error")
         command.add_argument("--log-level", choices=levels, help="how much to log on standard error")
     return parser
@@ -289,6 +303,10 @@ def run_demo(options: argparse.Namespace) -> None:
     from turnkeep.server.demo import demo
 
     _run_client(options, lambda url, key: demo(url, key, num_turns=options.turns, seed=options.seed))
+
+
+def run_replay(options: argparse.Namespace) -> None:
+    _run_client(options, lambda url, key: replay_trace(url, key, options))
 
 
 def run_inspect(options: argparse.Namespace) -> None:
