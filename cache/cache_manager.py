@@ -8,8 +8,6 @@ publish_exports; at last finish, suspend or close.
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
@@ -33,7 +31,7 @@ from turnkeep.cache.sequence_cache import SequenceCache
 from turnkeep.cache.snapshot_plan import SnapshotPlanner
 from turnkeep.cache.spec import CacheSpec
 from turnkeep.cache.state_pool import StatePool
-from turnkeep.cache.statistics import CacheCounters, CacheStats
+from turnkeep.cache.statistics import CacheCounters, CacheStats, read_stats
 from turnkeep.cache.tiers.cold_tiers import ColdTiers
 from turnkeep.cache.turn_snapshots import TurnSnapshots
 
@@ -143,16 +141,21 @@ class CacheManager:
         return self._planner.planned(given, num_prompt_tokens)
 
     def open(
-        self, match: PrefixMatch, token_ids: TokenIds, *, conversation_id: str | None = None
+        self,
+        match: PrefixMatch,
+        token_ids: TokenIds,
+        *,
+        conversation_id: str | None = None,
+        is_preparation: bool = False,
     ) -> SequenceCache | None:
         """Start a sequence at the end of `match`: shared pages, a copy of the partly used one, a live state row.
 
         A partly filled page that nobody writes and that ends exactly here is written on without a copy. Returns None,
         with nothing changed, when a row or the page cannot be had even by evicting. A match that went stale is found
         again: num_computed_tokens of the result says where to start. Raises ValueError when token_ids do not start
-        with what was matched.
+        with what was matched. is_preparation: for no request; it ends with finish_preparation, suspend or close.
         """
-        opened = self._opener.open(match, token_ids)
+        opened = self._opener.open(match, token_ids, is_preparation=is_preparation)
         if opened is None:
             return None
         seq, match = opened
@@ -160,7 +163,7 @@ class CacheManager:
             seq.conversation = (match.cache_root, conversation_id)
         if self._keeps_snapshots:
             seq.branch = self._retention.resume((match.cache_root, conversation_id), match.snapshot)
-            seq.boundaries = self._planner.own(seq, match)
+            seq.boundaries = () if is_preparation else self._planner.own(seq, match)
         if self.has_history:
             self._replay.open(seq)
         self._open.add(seq)
@@ -285,6 +288,16 @@ class CacheManager:
         self.close(seq)
         return handle
 
+    def finish_preparation(self, seq: SequenceCache, token_ids: TokenIds) -> None:
+        """All of a preparation is computed: keep it for the conversation's next turn, and close."""
+        self._publish_rest(seq, token_ids)
+        if seq.branch is not None and seq.num_computed_tokens > 0:
+            self._snapshots.prepared(seq, token_ids)
+        else:
+            self._counters.num_prepared_tokens += seq.num_computed_tokens - seq.num_reused_tokens
+        self._remember_leaf(seq)
+        self.close(seq)
+
     def end_turn(self, handle: TurnHandle, stable_tokens: int, *, has_tool_call: bool | None = None) -> None:
         """The next prompt will repeat `stable_tokens` tokens: keep the turn's end or drop it. Only the first call
         counts; without one the snapshot stays like any other. has_tool_call: a program answers."""
@@ -353,21 +366,11 @@ class CacheManager:
 
     def stats(self) -> CacheStats:
         """One reading; O(snapshots)."""
-        snapshots = self._reclaimer.snapshots
-        return CacheStats(
-            num_pages=self._pages.num_usable,
-            num_free_pages=self._pages.num_free,
-            num_evictable_pages=self._reclaimer.num_evictable_pages,
-            num_tree_pages=self._tree.num_nodes if self.has_pages else 0,
-            num_rows=self._rows.num_usable,
-            num_free_rows=self._rows.num_free,
-            num_evictable_rows=self._reclaimer.num_evictable_rows,
+        return read_stats(
+            self._reclaimer,
+            self._retention,
             num_open_sequences=len(self._open),
-            num_conversations=self._retention.num_conversations,
-            num_branches=self._retention.num_branches,
-            num_snapshots=dict(Counter(snapshot.kind for snapshot in snapshots)),
-            num_superseded_snapshots=sum(snapshot.is_superseded for snapshot in snapshots),
-            counters=copy.deepcopy(self._counters),
+            counters=self._counters,
             tiers=None if self.tiers is None else self.tiers.reading(),
         )
 

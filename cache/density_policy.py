@@ -142,6 +142,15 @@ class DensityPolicy:
         else:
             self._give_to_trunk(snapshot, record)
 
+    def prepared(self, seq: SequenceCache, snapshot: Snapshot) -> None:
+        record, conversation = self._order.record(snapshot), seq.conversation
+        if conversation is None or record.owner is not None or not self._lines.lines_of(conversation):
+            return
+        line = self._lines.lines_of(conversation)[-1]
+        record.mark = PagePrefixes(conversation[0], seq.encoded, self._page_size, seq.path).mark(snapshot.num_tokens)
+        line.marks = [mark for mark in line.marks if mark.position < snapshot.num_tokens] + [record.mark]
+        self._give_to_line(line, snapshot, record)
+
     def finished(self, seq: SequenceCache, *, is_suspended: bool) -> object | None:
         turn = self._turns.pop(seq, None)
         if turn is None:

@@ -65,6 +65,9 @@ class TurnObserver(Protocol):
     def published(self, seq: SequenceCache, snapshot: Snapshot) -> None:
         """`seq` made this snapshot, or found it there."""
 
+    def prepared(self, seq: SequenceCache, snapshot: Snapshot) -> None:
+        """A sequence that did not arrive made a snapshot for the next turn of its conversation."""
+
     def finished(self, seq: SequenceCache, *, is_suspended: bool) -> object | None:
         """All of `seq` is published."""
 

@@ -53,7 +53,9 @@ class Opener:
             num_pages += self._num_unpinned(last)
         return self._reclaimer.can_make_room(num_pages, num_rows)
 
-    def open(self, match: PrefixMatch, token_ids: TokenIds) -> tuple[SequenceCache, PrefixMatch] | None:
+    def open(
+        self, match: PrefixMatch, token_ids: TokenIds, *, is_preparation: bool
+    ) -> tuple[SequenceCache, PrefixMatch] | None:
         """The new sequence and the match it really starts from; None, with nothing changed, when it does not fit."""
         match = self._search.refreshed(match, token_ids)
         reclaimer = self._reclaimer
@@ -66,8 +68,8 @@ class Opener:
         seq = SequenceCache(path, bytearray(match.encoded))
         seq.num_committed_tokens = seq.num_computed_tokens = seq.capacity_tokens = match.num_tokens
         seq.num_folded_tokens = match.num_tokens
+        seq.num_reused_tokens, seq.is_preparation = match.num_tokens, is_preparation
         if match.snapshot is not None:
-            match.snapshot.num_hits += 1
             reclaimer.pin(match.snapshot)
             seq.resumed_from = match.snapshot
         if match.tail is not None:
@@ -76,7 +78,8 @@ class Opener:
         reclaimer.make_room(num_copies, 1)
         self._take_row(seq)
         self._take_pages(seq, match, is_adopted=is_adopted)
-        self._count(match)
+        if not is_preparation:
+            self._count(match)
         return seq, match
 
     def _take_row(self, seq: SequenceCache) -> None:
@@ -129,6 +132,10 @@ class Opener:
 
     def _count(self, match: PrefixMatch) -> None:
         counters = self._counters
+        if match.snapshot is not None:
+            match.snapshot.num_hits += 1
+            if match.snapshot.num_hits == 1:
+                counters.num_used_prepared_tokens += match.snapshot.num_prepared_tokens
         counters.num_opens += 1
         counters.num_hits += match.num_tokens > 0
         counters.num_prompt_tokens += len(match.token_ids)

@@ -139,6 +139,7 @@ class Reclaimer:
         node.parent.suffixes[node.suffix(position)] = snapshot
         self.snapshots.add(snapshot)
         self._counters.created_snapshots[kind] += 1
+        self._counters.num_snapshot_bytes += self._row_bytes
         self._policy.added(snapshot)
         if self.offloader is not None:
             self.offloader.added(snapshot)
@@ -199,6 +200,9 @@ class Reclaimer:
         del node.parent.suffixes[node.suffix(snapshot.num_tokens)]
         self.snapshots.remove(snapshot)
         snapshot.is_attached = False
+        if not snapshot.num_hits:
+            self._counters.unused_snapshots[snapshot.kind] += 1
+            self._counters.num_unused_prepared_tokens += snapshot.num_prepared_tokens
         self.rows.release(snapshot.row)
         if self.offloader is not None:
             self.offloader.removed(snapshot)

@@ -34,6 +34,7 @@ class Snapshot:
     last_used_s: float
     num_pins: int = 0
     num_hits: int = 0
+    num_prepared_tokens: int = 0  # computed for it in idle time, before anybody asked
     is_superseded: bool = False
     is_attached: bool = True
     keepers: list[Branch] = field(default_factory=list)

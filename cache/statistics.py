@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from turnkeep.cache.tiers.tier_counters import TierReading
+
+if TYPE_CHECKING:
+    from turnkeep.cache.reclaim import Reclaimer
+    from turnkeep.cache.retention import Retention
 
 
 @dataclass(slots=True)
@@ -23,9 +29,14 @@ class CacheCounters:
     num_freed_duplicates: int = 0  # pages computed twice and shared afterwards
     num_evicted_pages: int = 0
     num_released_pins: int = 0  # resumed-from snapshots given up because nothing else was left
+    num_prepared_tokens: int = 0  # computed in idle time and kept as a snapshot
+    num_used_prepared_tokens: int = 0  # of those, in snapshots that a request resumed from
+    num_unused_prepared_tokens: int = 0  # of those, in snapshots that went without having been used
+    num_snapshot_bytes: int = 0  # of state rows, written for snapshots
     created_snapshots: Counter[str] = field(default_factory=Counter)  # by kind
     evicted_snapshots: Counter[str] = field(default_factory=Counter)  # by kind
     dropped_snapshots: Counter[str] = field(default_factory=Counter)  # by kind: the next prompt will not repeat them
+    unused_snapshots: Counter[str] = field(default_factory=Counter)  # by kind: gone without a hit
     skipped_snapshots: Counter[str] = field(default_factory=Counter)  # by reason: no_row, duplicate, not_worth
     lost_tokens: Counter[str] = field(default_factory=Counter)  # by reason: no_snapshot, evicted
 
@@ -88,3 +99,31 @@ class CacheStats:
             else:
                 values[name] = value
         return values if self.tiers is None else values | self.tiers.counters
+
+
+def read_stats(
+    reclaimer: Reclaimer,
+    retention: Retention,
+    *,
+    num_open_sequences: int,
+    counters: CacheCounters,
+    tiers: TierReading | None,
+) -> CacheStats:
+    """What one cache holds now; O(snapshots)."""
+    pages, rows, snapshots = reclaimer.pages, reclaimer.rows, reclaimer.snapshots
+    return CacheStats(
+        num_pages=pages.num_usable,
+        num_free_pages=pages.num_free,
+        num_evictable_pages=reclaimer.num_evictable_pages,
+        num_tree_pages=reclaimer.tree.num_nodes if reclaimer.has_pages else 0,
+        num_rows=rows.num_usable,
+        num_free_rows=rows.num_free,
+        num_evictable_rows=reclaimer.num_evictable_rows,
+        num_open_sequences=num_open_sequences,
+        num_conversations=retention.num_conversations,
+        num_branches=retention.num_branches,
+        num_snapshots=dict(Counter(snapshot.kind for snapshot in snapshots)),
+        num_superseded_snapshots=sum(snapshot.is_superseded for snapshot in snapshots),
+        counters=copy.deepcopy(counters),
+        tiers=tiers,
+    )

@@ -100,6 +100,19 @@ class TurnSnapshots:
             self._observer.published(seq, snapshot)
             self._observer.finished(seq, is_suspended=True)
 
+    def prepared(self, seq: SequenceCache, token_ids: TokenIds) -> None:
+        """The live row becomes a place for the next turn to begin at, instead of the end of the last."""
+        assert seq.branch is not None
+        row, seq.state_row = seq.state_row, None
+        snapshot, is_new = self._committer.publish_snapshot(seq, token_ids, seq.num_computed_tokens, row, "turn_end")
+        assert snapshot is not None
+        if is_new:
+            snapshot.num_prepared_tokens = seq.num_computed_tokens - seq.num_reused_tokens
+            self._counters.num_prepared_tokens += snapshot.num_prepared_tokens
+        self._retention.keep(seq.branch, snapshot, "turn_end")
+        if self._observer is not None:
+            self._observer.prepared(seq, snapshot)
+
     def release_resumed(self, seq: SequenceCache) -> None:
         """Unpin what the sequence resumed from, if it still holds it."""
         if seq.resumed_from is not None:

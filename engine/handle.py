@@ -10,7 +10,7 @@ from typing import Protocol
 
 from turnkeep.engine.in_process_engine import InProcessEngine
 from turnkeep.engine.local_handle import EngineStartError
-from turnkeep.engine.messages import Ready, Stats, Submit
+from turnkeep.engine.messages import Prepare, Ready, Stats, Submit
 from turnkeep.engine.process_engine import ProcessEngine
 from turnkeep.engine.request_events import RequestEvent, RequestEvents
 
@@ -43,6 +43,9 @@ class EngineHandle(Protocol):
     def end_turn(self, request_id: str, stable_tokens: int, has_tool_call: bool | None = None) -> None:
         """After Finished: how many tokens of prompt + output the next prompt is expected to repeat, and whether a
         program will send it (None: not known)."""
+
+    def prepare(self, message: Prepare) -> None:
+        """After end_turn: how the conversation's next prompt will begin, to be computed in idle time."""
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
         """The conversation will not return."""

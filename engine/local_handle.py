@@ -20,6 +20,7 @@ from turnkeep.engine.messages import (
     Finished,
     FromEngine,
     Loading,
+    Prepare,
     ReadStats,
     Ready,
     Stats,
@@ -79,6 +80,9 @@ class LocalHandle:
 
     def end_turn(self, request_id: str, stable_tokens: int, has_tool_call: bool | None = None) -> None:
         self._send_if_alive(EndTurn(request_id, stable_tokens, has_tool_call))
+
+    def prepare(self, message: Prepare) -> None:
+        self._send_if_alive(message)
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
         self._send_if_alive(CloseConversation(cache_root, conversation_id))

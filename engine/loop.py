@@ -19,6 +19,7 @@ from turnkeep.engine.messages import (
     Expect,
     Finished,
     FromEngine,
+    Prepare,
     ReadStats,
     Shutdown,
     Stats,
@@ -73,7 +74,7 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        """Some request is waiting or running."""
+        """Some request is waiting or running, or something is to be prepared."""
         return self._scheduler.has_work
 
     @property
@@ -92,6 +93,8 @@ class EngineLoop:
             scheduler.stop(message.request_id)
         elif isinstance(message, EndTurn):
             scheduler.end_turn(message.request_id, message.stable_tokens, message.has_tool_call)
+        elif isinstance(message, Prepare):
+            scheduler.prepare(message.cache_root, message.conversation_id, EncodedTokens(message.prompt_ids))
         elif isinstance(message, CloseConversation):
             scheduler.close_conversation(message.cache_root, message.conversation_id)
         elif isinstance(message, Expect):

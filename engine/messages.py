@@ -49,6 +49,17 @@ class EndTurn(msgspec.Struct, tag="end_turn"):
     has_tool_call: bool | None = None  # a program will answer, not a person; None: not known
 
 
+class Prepare(msgspec.Struct, tag="prepare"):
+    """After EndTurn: the conversation's next prompt will begin with these tokens, which the engine does not hold.
+
+    It computes them when it has nothing else to do, for nobody: no event tells of it, and any request goes first.
+    """
+
+    prompt_ids: EncodedTokens
+    conversation_id: str | None = None
+    cache_root: str = ""
+
+
 class CloseConversation(msgspec.Struct, tag="close_conversation"):
     """The conversation will not return: its private snapshots become the first victims of eviction."""
 
@@ -149,5 +160,5 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True, omit_defaults=True):
     requested: bool = False  # the answer to a ReadStats, not a heartbeat
 
 
-ToEngine = Submit | Abort | Stop | EndTurn | CloseConversation | Expect | ReadStats | Shutdown
+ToEngine = Submit | Abort | Stop | EndTurn | Prepare | CloseConversation | Expect | ReadStats | Shutdown
 FromEngine = Ready | Loading | Failed | Admitted | Tokens | Finished | Stats

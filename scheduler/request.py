@@ -14,8 +14,11 @@ from turnkeep.cache.boundary import Boundary
 from turnkeep.cache.encoded_tokens import EncodedTokens
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from turnkeep.cache.sequence_cache import SequenceCache
     from turnkeep.scheduler.drafts import DraftTree
+    from turnkeep.scheduler.step_plan import SampledToken
 
 FinishReason = Literal["stop", "length", "abort", "refused", "error"]
 RequestStatus = Literal["waiting", "running", "suspended", "finished"]
@@ -94,6 +97,21 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def until_end(self, tokens: Sequence[SampledToken]) -> tuple[Sequence[SampledToken], FinishReason | None]:
+        """Of newly sampled tokens those up to and with the one that ends it, and how; all and None when none does."""
+        sampling = self.sampling
+        for number, token in enumerate(tokens, start=1):
+            num_output_tokens = self.num_output_tokens + number
+            if (
+                not sampling.ignore_eos
+                and token.token_id in sampling.stop_token_ids
+                and num_output_tokens >= sampling.min_new_tokens
+            ):
+                return tokens[:number], "stop"
+            if num_output_tokens >= sampling.max_new_tokens:
+                return tokens[:number], "length"
+        return tokens, None
 
     @property
     def is_decoding(self) -> bool:

@@ -10,6 +10,7 @@ import time
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from turnkeep.cache.prefill_cost import PrefillCost, num_pairs
@@ -18,6 +19,7 @@ from turnkeep.scheduler.config import SchedulerConfig
 from turnkeep.scheduler.drafting import Drafting
 from turnkeep.scheduler.events import Admitted, Finished, SchedulerEvent, TokenOut
 from turnkeep.scheduler.fair_order import FairOrder
+from turnkeep.scheduler.preparation import Preparations
 from turnkeep.scheduler.request import FinishReason, Request
 from turnkeep.scheduler.scheduler_stats import SchedulerStats
 from turnkeep.scheduler.step_plan import SampledToken, StepItem, StepOutput, StepPlan
@@ -27,6 +29,7 @@ from turnkeep.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from turnkeep.cache.cache_manager import CacheManager
+    from turnkeep.cache.encoded_tokens import EncodedTokens
     from turnkeep.cache.retention import TurnHandle
     from turnkeep.cache.statistics import CacheStats
 
@@ -64,13 +67,14 @@ class Scheduler:
         self._events: list[SchedulerEvent] = []
         self._turn_handles: OrderedDict[str, TurnHandle] = OrderedDict()
         self._stats = SchedulerStats()
+        self._preparations = Preparations(cache, config.max_step_tokens)
         self._may_admit = False  # something has changed since the last admission round
         self._opened_since_step: list[Request] = []
 
     @property
     def has_work(self) -> bool:
-        """Some request is waiting or running."""
-        return bool(self._requests)
+        """Some request is waiting or running, or something is to be prepared."""
+        return bool(self._requests) or self._preparations.has_work
 
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never run ends at once with Finished(refused).
@@ -93,8 +97,13 @@ class Scheduler:
         request.fair_start = self._fair_order.start(
             request.tenant, request.num_prompt_tokens, request.sampling.max_new_tokens
         )
+        self._preparations.give_way(request.cache_root, request.conversation_id, request.token_ids)
         self._waiting.add(request)
         self._may_admit = True
+
+    def prepare(self, cache_root: str, conversation_id: str | None, token_ids: EncodedTokens) -> None:
+        """The next prompt of a conversation will begin so: compute it when there is nothing else to do."""
+        self._preparations.add(cache_root, conversation_id, token_ids)
 
     def abort(self, request_id: str) -> None:
         """End a request whose client is gone, in any state. Unknown ids are ignored."""
@@ -121,6 +130,7 @@ class Scheduler:
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
         """The conversation will not return: what only it uses goes first."""
+        self._preparations.close_conversation(cache_root, conversation_id)
         self._cache.close_conversation(cache_root, conversation_id)
         self._may_admit = True
 
@@ -129,6 +139,7 @@ class Scheduler:
         for request in list(self._requests.values()):
             self._leave(request, commit=False)
             self._end(request, reason, message)
+        self._preparations.clear()
 
     def expect(self, cache_root: str, conversation_id: str) -> None:
         """A conversation's next request is on its way: colder tiers may bring its prefix nearer."""
@@ -138,7 +149,7 @@ class Scheduler:
     def use_idle_time(self) -> bool:
         """There is no step to compute: do what costs running requests nothing. False when there is nothing to do."""
         tiers = self._cache.tiers
-        return tiers is not None and tiers.use_idle_time(is_awaited=self.has_work)
+        return tiers is not None and tiers.use_idle_time(is_awaited=bool(self._requests))
 
     def leave(self, limit_s: float) -> None:
         """The engine ends: save what a next one could go on from, in so much time."""
@@ -154,14 +165,17 @@ class Scheduler:
         if self._waiting and (self._may_admit or not self._running):
             self._admit()
         if not self._running:
-            return None
+            item = None if self._waiting else self._preparations.plan_item()
+            return None if item is None else self._step_plan((item,))
         self._drafting.choose(self._running)
         stuck = self._planner.make_room(self._running, self._suspend)
         if stuck is not None:
             self._leave(stuck, commit=True)
             self._end(stuck, "error", self._shortage())
             return self.plan()
-        items = self._planner.plan_items(self._running)
+        return self._step_plan(self._planner.plan_items(self._running))
+
+    def _step_plan(self, items: tuple[StepItem, ...]) -> StepPlan:
         page_copies, row_copies = self._cache.drain_copies()
         self._planned_s = self._clock()
         return StepPlan(
@@ -178,11 +192,13 @@ class Scheduler:
         stats = self._stats
         stats.num_steps += 1
         self._measure(plan, output)
+        if self._preparations.is_running:
+            self._preparations.apply(plan.items[0])
         for item in plan.items:
             request = self._requests.get(item.request_id)
             if request is None or request.cache is None:
                 continue
-            tokens, reason = self._until_end(request, output.tokens.get(item.request_id, ()))
+            tokens, reason = request.until_end(output.tokens.get(item.request_id, ()))
             # A token that a draft had right was computed with the one before it, the last of a step never is.
             num_tokens = len(item.token_ids) + max(len(tokens) - 1, 0)
             stats.num_computed_tokens += num_tokens
@@ -207,6 +223,7 @@ class Scheduler:
     def fail_step(self, plan: StepPlan, message: str) -> None:
         """The step failed: its requests end with an error. Others go on; what was to be copied for them is redone."""
         self._stats.num_failed_steps += 1
+        self._preparations.fail()
         for item in plan.items:
             request = self._requests.get(item.request_id)
             if request is not None:
@@ -234,6 +251,7 @@ class Scheduler:
         stats.num_waiting = len(self._waiting) - stats.num_suspended
         stats.num_bypasses = self._admission.num_bypasses
         stats.num_prefix_waits = self._admission.num_prefix_waits
+        stats.num_preparations = asdict(self._preparations.counters)
         return stats
 
     def cache_stats(self) -> CacheStats:
@@ -294,23 +312,6 @@ class Scheduler:
         if passed_boundary or end == len(request.token_ids):
             self._cache.commit(request.cache, request.token_ids)
             self._may_admit = True
-
-    def _until_end(
-        self, request: Request, tokens: Sequence[SampledToken]
-    ) -> tuple[Sequence[SampledToken], FinishReason | None]:
-        """The tokens up to and with the one that ends the request, and how it ends it; all and None when none does."""
-        sampling = request.sampling
-        for number, token in enumerate(tokens, start=1):
-            num_output_tokens = request.num_output_tokens + number
-            if (
-                not sampling.ignore_eos
-                and token.token_id in sampling.stop_token_ids
-                and num_output_tokens >= sampling.min_new_tokens
-            ):
-                return tokens[:number], "stop"
-            if num_output_tokens >= sampling.max_new_tokens:
-                return tokens[:number], "length"
-        return tokens, None
 
     def _append(self, request: Request, tokens: Sequence[SampledToken]) -> None:
         request.token_ids.extend([token.token_id for token in tokens])

@@ -21,6 +21,7 @@ class SchedulerStats:
     num_suspensions: int = 0
     num_bypasses: int = 0
     num_prefix_waits: int = 0
+    num_preparations: dict[str, int] = field(default_factory=dict)  # preparation.PreparationCounters
     num_prompt_tokens: int = 0  # of admitted requests
     num_cached_tokens: int = 0  # of those, reused
     num_computed_tokens: int = 0  # by steps: prefill and decode

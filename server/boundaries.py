@@ -33,6 +33,7 @@ from turnkeep.server.probes import (
 from turnkeep.server.prompts import EncodedPrompt, Guarded, PromptEncoder, RenderSetting
 from turnkeep.server.stable_position import (
     UNSURE_TOKENS,
+    TurnEnd,
     has_near_delimiter,
     marked_ends,
     stable_position,
@@ -152,9 +153,9 @@ class BoundaryFinder:
         prompt: EncodedPrompt | None = None,
         now: float | None = None,
         held: EncodedPrompt | None = None,
-    ) -> int:
-        """How many of engine_ids (prompt and sampled tokens) the next prompt repeats, if the client returns the answer
-        as it is and sends what the answer asks for: results of its tool calls, or a user message. 0 if unknown.
+    ) -> TurnEnd:
+        """How the next prompt begins, and how many of engine_ids (prompt and sampled tokens) it repeats, if the client
+        returns the answer as it is and sends what it asks for: results of its tool calls, or a user message.
 
         held: engine_ids with their text, where they are remembered; the next prompt then gets these ids.
         """
@@ -169,7 +170,7 @@ class BoundaryFinder:
                 text = self._next_prompt_text(prompt, guarded.messages[0], setting)
         except TemplateError:
             self.counters.num_failures += 1
-            return 0
+            return TurnEnd(0, [])
         marked = Guarded([], None, guard or guarded.guard)
         ids = self._encoder.encode_after([held or prompt], text, marked, prompt.setting).token_ids
         if ids and ids[-1] not in self._tokenizer.special_ids:
@@ -179,7 +180,7 @@ class BoundaryFinder:
             key = _key(bool(tools), template_kwargs)
             with self._lock:
                 _put(self._changed_answers, key, stable < len(engine_ids) - 1, MAX_CLASSES)
-        return stable
+        return TurnEnd(stable, ids)
 
     def _trunk(self, prompt: EncodedPrompt, setting: RenderSetting) -> int | None:
         messages = prompt.guarded.messages

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.engine.handle import EngineHandle
-from turnkeep.engine.messages import Submit
+from turnkeep.engine.messages import Prepare, Submit
 from turnkeep.server import errors
 from turnkeep.server.chat_completions import ChatCompletionRequest
 from turnkeep.server.conversations import (
@@ -30,6 +31,7 @@ from turnkeep.server.conversations import (
 from turnkeep.server.engine_supervisor import EngineSupervisor
 from turnkeep.server.grammar_checker import GrammarChecker
 from turnkeep.server.metrics import ServerMetrics
+from turnkeep.server.stable_position import TurnEnd
 from turnkeep.server.stores import Store, StoreDownError
 from turnkeep.server.tenant_limits import TenantLimits
 from turnkeep.server.text_model import Prompt, TextModel
@@ -206,7 +208,7 @@ class ChatService:
         if num_prompt_tokens >= limit:
             self.metrics.refused.labels("context").inc()
             raise errors.context_overflow(num_prompt_tokens, limit)
-        turn = Turn(self, engine, request, prompt, conversation, arrival_s=arrival_s, tenant=tenant)
+        turn = Turn(self, engine, request, prompt, conversation, arrival_s=arrival_s, tenant=tenant, root=root)
         for index in range(request.num_choices):
             submit = self._submit_message(request, prompt, index, limit, root)
             submit.tenant = tenant
@@ -247,15 +249,16 @@ class ChatService:
         finished = choice.finished
         assert finished is not None
         answer, output_ids = choice.text.collected.message(), choice.text.output_ids
-        stable_tokens = 0
+        end = TurnEnd(0, [])
         try:
-            stable_tokens = await self.in_text_worker(
+            end = await self.in_text_worker(
                 lambda: self.text_model.turn_end(turn.request, turn.prompt, answer, output_ids)
             )
         except Exception:
             # The answer is good whatever happens here; only the next turn would have to compute more.
             log.exception("the stable end of turn %s could not be found", choice.request_id)
-        turn.engine.end_turn(choice.request_id, stable_tokens, bool(answer.get("tool_calls")))
+        turn.engine.end_turn(choice.request_id, end.stable_tokens, bool(answer.get("tool_calls")))
+        self._prepare_next(turn, end, choice.num_prompt_tokens + len(output_ids) - 1)
         self._limits.charge(turn.tenant, len(output_ids) - finished.num_cached_tokens)
         self.metrics.count_finished(finished, choice.ended())
         if turn.conversation is not None and choice.index == 0:
@@ -266,7 +269,7 @@ class ChatService:
                 num_matched_tokens=choice.num_matched_tokens,
                 num_cached_tokens=finished.num_cached_tokens,
                 finish_reason=choice.text.end_reason,
-                stable_tokens=stable_tokens,
+                stable_tokens=end.stable_tokens,
                 ttft_s=turn.time_to_first_token_s,
             )
             if (position := record.first_difference) is not None:
@@ -275,6 +278,16 @@ class ChatService:
                 )
             if turn.is_last:
                 self.close_conversation(turn.conversation.root, turn.conversation.conversation_id)
+
+    def _prepare_next(self, turn: Turn, end: TurnEnd, num_computed_tokens: int) -> None:
+        """Where the template does not repeat what was just computed, let the engine compute how the next prompt begins
+        while nobody waits for it. Only for conversations: of a single question nothing is known to follow."""
+        has_answers = any(message["role"] == "assistant" for message in turn.request.messages)
+        is_conversation = turn.conversation is not None or has_answers
+        is_lost = end.stable_tokens < num_computed_tokens and len(end.token_ids) > end.stable_tokens
+        if is_lost and is_conversation and turn.num_choices == 1 and not turn.is_last:
+            conversation_id = None if turn.conversation is None else turn.conversation.conversation_id
+            turn.engine.prepare(Prepare(EncodedTokens(end.token_ids), conversation_id, turn.root))
 
     def _submit_message(self, request: TurnRequest, prompt: Prompt, index: int, limit: int, root: str) -> Submit:
         """Each choice is a request of its own to the engine; only their seeds differ."""

@@ -7,6 +7,7 @@ Knows prompts and their delimiters; what is worth a boundary is decided elsewher
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from turnkeep.cache.boundary import Boundary
 from turnkeep.server.cache_hints import CacheMark
@@ -16,6 +17,15 @@ from turnkeep.server.prompts import GUARDS, EncodedPrompt, PromptEncoder
 
 UNSURE_TOKENS = 8  # without a delimiter: a cut anywhere in a text was seen to change at most its last 4 tokens
 MAX_SLACK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """What is known of the next prompt when a turn ends: it begins with token_ids (empty: unknown), of which the first
+    stable_tokens are what the engine has computed or sampled."""
+
+    stable_tokens: int
+    token_ids: list[int]
 
 
 def has_near_delimiter(prompt: EncodedPrompt, num_chars: int) -> bool:

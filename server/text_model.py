@@ -22,7 +22,7 @@ from turnkeep.server.chat_template import ChatTemplate
 from turnkeep.server.parsers import OutputFormat, select_format
 from turnkeep.server.prompt_memory import MemoryKey, memory_key
 from turnkeep.server.prompts import DEFAULT_SETTING, EncodedPrompt, Guarded, PromptEncoder
-from turnkeep.server.stable_position import marked_ends, with_declared
+from turnkeep.server.stable_position import TurnEnd, marked_ends, with_declared
 from turnkeep.server.tokenizer import Tokenizer
 from turnkeep.server.turn_events import TokenText
 from turnkeep.server.turn_request import SamplingDefaults, TurnRequest
@@ -151,14 +151,16 @@ class TextModel:
         encoded = EncodedPrompt(text, token_ids, Guarded([], None, None), DEFAULT_SETTING, [], [], [], len(token_ids))
         return _bare_prompt(encoded)
 
-    def turn_end(self, request: TurnRequest, prompt: Prompt, answer: dict[str, object], output_ids: list[int]) -> int:
-        """How many tokens of prompt + output the next prompt will repeat when the client sends `answer` back.
+    def turn_end(
+        self, request: TurnRequest, prompt: Prompt, answer: dict[str, object], output_ids: list[int]
+    ) -> TurnEnd:
+        """What the next prompt will repeat of prompt + output when the client sends `answer` back, and how it begins.
 
         Remembers these tokens by their text, for the prompt that does.
         """
         engine_ids = [*prompt.encoded.token_ids, *output_ids]
         if not prompt.is_chat:
-            return len(engine_ids)
+            return TurnEnd(len(engine_ids), [])
         held = self.encoder.hold(prompt.encoded, output_ids, prompt.key)
         return self.boundaries.turn_end(
             request.messages,

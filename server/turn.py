@@ -102,12 +102,14 @@ class Turn:
         *,
         arrival_s: float,
         tenant: str = "",
+        root: str = "",
     ) -> None:
         self.engine = engine
         self.request = request
         self.prompt = prompt
         self.conversation = conversation
         self.tenant = tenant
+        self.root = root  # of the cache, under which its prefix lies
         self.is_last = False  # the client says that its conversation ends with this turn
         self.choices: list[Choice] = []
         self.is_admitted = False

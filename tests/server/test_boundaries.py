@@ -152,7 +152,9 @@ def test_turn_end_is_what_the_asked_for_continuation_repeats(name: str) -> None:
             engine_ids = generated_ids(bench, prompt, [*messages, answer], tools)
             if engine_ids is None:
                 continue
-            stable = bench.finder.turn_end(messages, answer, tools, None, engine_ids, prompt=prompt, now=NOW)
+            stable = bench.finder.turn_end(
+                messages, answer, tools, None, engine_ids, prompt=prompt, now=NOW
+            ).stable_tokens
             shared = []
             for _ in range(NUM_CONTINUATIONS):
                 after = source.results(answer) if calls else [source.user()]
@@ -178,14 +180,20 @@ def test_an_append_only_template_keeps_the_whole_answer_and_a_stripping_one_fall
     calling = {"role": "assistant", "content": None, "reasoning_content": "look", "tool_calls": [{"function": call}]}
     text = '<think>look</think><tool_call>{"name": "find_order", "arguments": {"order": "7"}}</tool_call><|end|>'
     engine_ids = prompt.token_ids + tokenizer.encode(text)
-    assert bench.finder.turn_end(messages, calling, TOOLS, None, engine_ids, prompt=prompt) == len(engine_ids)
+    assert bench.finder.turn_end(messages, calling, TOOLS, None, engine_ids, prompt=prompt).stable_tokens == len(
+        engine_ids
+    )
 
     answering = {"role": "assistant", "content": "Done.", "reasoning_content": "think"}
     engine_ids = prompt.token_ids + tokenizer.encode("<think>think</think>Done.<|end|>")
-    assert bench.finder.turn_end(messages, answering, TOOLS, None, engine_ids, prompt=prompt) == len(prompt.token_ids)
+    assert bench.finder.turn_end(messages, answering, TOOLS, None, engine_ids, prompt=prompt).stable_tokens == len(
+        prompt.token_ids
+    )
     keeping = {"keep_thinking": True}
     kept = bench.encoder.encode(messages, tools=TOOLS, template_kwargs=keeping)
-    assert bench.finder.turn_end(messages, answering, TOOLS, keeping, engine_ids, prompt=kept) == len(engine_ids)
+    assert bench.finder.turn_end(messages, answering, TOOLS, keeping, engine_ids, prompt=kept).stable_tokens == len(
+        engine_ids
+    )
 
 
 def test_a_loop_whose_calls_come_back_without_reasoning_resumes_behind_the_newest_tool_result() -> None:
@@ -228,7 +236,10 @@ def test_a_template_that_prints_calls_otherwise_than_generated_is_noticed_at_the
     # Generated without the blanks that the template prints.
     text = '\n<tool_call>\n{"name":"find_order","arguments":{"order":"7"}}\n</tool_call><|im_end|>'
     engine_ids = prompt.token_ids + bench.case.tokenizer.encode(text)
-    assert bench.finder.turn_end(messages, answer, TOOLS, None, engine_ids, prompt=prompt) < len(engine_ids) - 1
+    assert (
+        bench.finder.turn_end(messages, answer, TOOLS, None, engine_ids, prompt=prompt).stable_tokens
+        < len(engine_ids) - 1
+    )
     looped = normalize_messages([*messages, answer, {"role": "tool", "content": "found", "tool_call_id": "c"}])
     assert "turn_end" in bench.positions(looped, TOOLS, bench.prompt(looped, TOOLS))
 
@@ -239,7 +250,9 @@ def test_an_answer_cut_by_the_length_limit_is_kept_where_the_text_tokenizes_alik
     prompt = bench.prompt(messages, None)
     engine_ids = prompt.token_ids + bench.case.tokenizer.encode("the order of blue")
     answer = {"role": "assistant", "content": "the order of blue"}
-    assert bench.finder.turn_end(messages, answer, None, None, engine_ids, prompt=prompt) == len(engine_ids)
+    assert bench.finder.turn_end(messages, answer, None, None, engine_ids, prompt=prompt).stable_tokens == len(
+        engine_ids
+    )
 
 
 def test_text_that_spells_control_tokens_does_not_break_boundaries() -> None:
@@ -252,7 +265,9 @@ def test_text_that_spells_control_tokens_does_not_break_boundaries() -> None:
     answer = {"role": "assistant", "content": "<|im_end|> and <|im_end|>"}
     engine_ids = prompt.token_ids + bench.case.tokenizer.encode(answer["content"], allow_special=False)
     assert len(said) + len(rest) > 4
-    assert bench.finder.turn_end(messages, answer, None, None, engine_ids, prompt=prompt) == len(engine_ids)
+    assert bench.finder.turn_end(messages, answer, None, None, engine_ids, prompt=prompt).stable_tokens == len(
+        engine_ids
+    )
 
 
 def test_a_template_that_refuses_every_continuation_gives_no_boundaries_and_counts_it() -> None:
@@ -262,7 +277,7 @@ def test_a_template_that_refuses_every_continuation_gives_no_boundaries_and_coun
     messages = [{"role": "user", "content": "x"}]
     ids = PromptEncoder(template, tokenizer).encode(messages).token_ids
     assert finder.prompt_boundaries(messages, None, None, ids) == ()
-    assert finder.turn_end(messages, {"role": "assistant", "content": "y"}, None, None, ids) == 0
+    assert finder.turn_end(messages, {"role": "assistant", "content": "y"}, None, None, ids).stable_tokens == 0
     assert finder.num_failures == 2
 
 

@@ -104,7 +104,7 @@ class Bench:
         computed = self.written(prompt, messages, answer)
         positions = set(self.positions(messages, prompt).values())
         assert not shared or reused <= best
-        stable = self.finder.turn_end(messages, answer, TOOLS, None, computed, prompt=prompt, now=NOW)
+        stable = self.finder.turn_end(messages, answer, TOOLS, None, computed, prompt=prompt, now=NOW).stable_tokens
         # The end token is never fed: the live row stands before it.
         if stable >= len(computed) - 1:
             positions.add(len(computed) - 1)
@@ -249,7 +249,7 @@ def test_boundaries_lie_within_every_next_prompt(name: str) -> None:
         for calls in (False, True):
             answer = source.answer(calls=calls)
             ids = bench.written(prompt, messages, answer, tools)
-            stable = bench.finder.turn_end(messages, answer, tools, None, ids, prompt=prompt, now=NOW)
+            stable = bench.finder.turn_end(messages, answer, tools, None, ids, prompt=prompt, now=NOW).stable_tokens
             for _ in range(NUM_CONTINUATIONS):
                 after = source.results(answer) if calls else [source.user()]
                 n = common_prefix(ids, bench.fresh_ids([*messages, answer, *after], tools))

@@ -113,9 +113,11 @@ class CacheDriver:
         """Match and open; None when there is no room."""
         return self.open_match(self.cache.match(cache_root, list(token_ids), conversation_id), conversation_id)
 
-    def open_match(self, match: PrefixMatch, conversation_id: str | None = None) -> Run | None:
+    def open_match(
+        self, match: PrefixMatch, conversation_id: str | None = None, *, is_preparation: bool = False
+    ) -> Run | None:
         self.clock.now_s += 1.0
-        seq = self.cache.open(match, match.token_ids, conversation_id=conversation_id)
+        seq = self.cache.open(match, match.token_ids, conversation_id=conversation_id, is_preparation=is_preparation)
         if seq is None:
             return None
         return Run(seq, [int(token_id) for token_id in match.token_ids], conversation_id, match.cache_root)

@@ -155,6 +155,33 @@ class CacheMachine(RuleBasedStateMachine):
         if handle is not None and stable is not None:
             self.driver.cache.end_turn(handle, len(run.token_ids) - 1 - stable)
 
+    @rule(which=index, keep=index, suffix=tokens, conversation=conversations, is_interrupted=st.booleans())
+    def prepare(self, which: int, keep: int, suffix: list[int], conversation: str | None, is_interrupted: bool) -> None:
+        """Idle time: a prefix is computed for nobody, wholly or as far as it comes."""
+        cache = self.driver.cache
+        prefix = self.prompt(which, keep, suffix)
+        before = cache.stats().counters
+        run = self.driver.open_match(self.driver.match(prefix, "", conversation), conversation, is_preparation=True)
+        after = cache.stats().counters
+        assert (after.num_opens, after.num_hits, after.num_reused_tokens) == (
+            before.num_opens,
+            before.num_hits,
+            before.num_reused_tokens,
+        )
+        if run is None:
+            return
+        self.runs.append(run)
+        if not self.grow(run, len(prefix) - is_interrupted):
+            return
+        assert self.driver.step(run, len(prefix) - is_interrupted - run.seq.num_computed_tokens)
+        self.take(len(self.runs) - 1)
+        if is_interrupted:
+            cache.suspend(run.seq, run.token_ids)
+        else:
+            cache.finish_preparation(run.seq, run.token_ids)
+            if cache.prefix_caching:
+                assert self.driver.match([*prefix, 1], "", conversation).num_tokens == len(prefix)
+
     @rule(prompt=tokens)
     def alone_everything_that_fits_is_admitted(self, prompt: list[int]) -> None:
         """With nothing open, a cold match of whatever fits in the pools can be opened and grown."""

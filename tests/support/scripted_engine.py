@@ -15,6 +15,7 @@ from turnkeep.engine.messages import (
     Expect,
     Finished,
     FromEngine,
+    Prepare,
     ReadStats,
     Ready,
     Stats,
@@ -55,6 +56,7 @@ class ScriptedEngine(LocalHandle):
         self.stopped: list[str] = []
         self.ended_turns: dict[str, int] = {}
         self.closed_conversations: list[str] = []
+        self.prepared: list[Prepare] = []
         self.expected_conversations: list[str] = []
         self.start_error: str | None = None
         self.silent_s = 0.0  # how long it seems not to have been heard of
@@ -126,6 +128,8 @@ class ScriptedEngine(LocalHandle):
             self._interrupt(message.request_id, "stop")
         elif isinstance(message, EndTurn):
             self.ended_turns[message.request_id] = message.stable_tokens
+        elif isinstance(message, Prepare):
+            self.prepared.append(message)
         elif isinstance(message, CloseConversation):
             self.closed_conversations.append(message.conversation_id)
         elif isinstance(message, Expect):
