@@ -33,6 +33,7 @@ from turnkeep.server.cache_options import add_cache_options, cache_config
 from turnkeep.server.chat_template import TemplateError
 from turnkeep.server.config import DEFAULT_HOST, DEFAULT_PORT, ServerConfig, parse_size
 from turnkeep.server.config_file import ConfigFileError, add_config_option, parse_with_file
+from turnkeep.server.draft_options import add_draft_options, draft_settings
 from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging
 from turnkeep.server.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -152,6 +153,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--threads", type=_positive, help="compute threads of the engine (default: all cores)")
     add_config_option(model)
     add_cache_options(parser)
+    add_draft_options(parser)
 
 
 def _add_pool_dtypes(group: argparse._ArgumentGroup) -> None:
@@ -241,6 +243,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         max_model_len=options.max_model_len,
         memory_bytes=options.memory,
         num_threads=options.threads,
+        **draft_settings(options),
         cache=cache,
         script=options.script,
     )
