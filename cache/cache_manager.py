@@ -351,6 +351,8 @@ class CacheManager:
         """It will not return: what only it kept becomes the first victim. Unknown ones are ignored."""
         self._retention.close_conversation((cache_root, conversation_id))
         self._leaves.close((cache_root, conversation_id))
+        if self.tiers is not None:
+            self.tiers.forget(cache_root, conversation_id)
         if self._observer is not None:
             self._observer.conversation_closed((cache_root, conversation_id))
 

@@ -25,6 +25,8 @@ class TensorPoolContent:
 
     def __init__(self, tensors: CacheTensors, settle: Callable[[], None] = lambda: None) -> None:
         self._kv = tensors.kv
+        # Keys and values of every layer as [pages, words]: whole rows are copied, whatever their elements are.
+        self._halves = [_words(half) for pool in self._kv for half in pool]
         self._settle = settle
         self._states = [pool for pools in tensors.states.values() for pool in pools]
         self.slot_bytes = sum(pool[:, 0, 0].numel() * pool.element_size() for pool in self._kv)
@@ -45,22 +47,21 @@ class TensorPoolContent:
     def read_pages(self, pages: Sequence[int]) -> Bytes:
         content = np.empty((len(pages), self.page_bytes), dtype=np.uint8)
         at = 0
-        for pool in self._kv:
-            part = pool[:, list(pages)].transpose(0, 1).contiguous().cpu()
-            flat = part.view(torch.uint8).reshape(len(pages), -1).numpy()
+        for half in self._halves:
+            rows = half.index_select(0, torch.tensor(pages, dtype=torch.int64, device=half.device)).cpu()
+            flat = rows.view(torch.uint8).numpy()
             content[:, at : at + flat.shape[1]] = flat
             at += flat.shape[1]
         return content.reshape(-1)
 
     @torch.inference_mode()
     def write_pages(self, pages: Sequence[int], content: Bytes) -> None:
-        rows = content.reshape(len(pages), self.page_bytes)
+        source = content.reshape(len(pages), self.page_bytes)
         at = 0
-        for pool in self._kv:
-            shape = (len(pages), pool.shape[0], *pool.shape[2:])
-            size = pool[:, 0].numel() * pool.element_size()
-            part = torch.from_numpy(rows[:, at : at + size].copy()).view(pool.dtype).reshape(shape)
-            pool[:, list(pages)] = part.transpose(0, 1).to(pool.device)
+        for half in self._halves:
+            size = half.shape[1] * half.element_size()
+            rows = torch.from_numpy(np.ascontiguousarray(source[:, at : at + size])).view(half.dtype)
+            half.index_copy_(0, torch.tensor(pages, dtype=torch.int64, device=half.device), rows.to(half.device))
             at += size
 
     @torch.inference_mode()
@@ -81,6 +82,14 @@ class TensorPoolContent:
             source = torch.from_numpy(content[at : at + size].copy()).view(part.dtype).reshape(part.shape)
             part.copy_(source)
             at += size
+
+
+def _words(pages: torch.Tensor) -> torch.Tensor:
+    """A pool's keys or values [P, ...] as a matrix of the widest words that fit: several times as fast to copy."""
+    rows = pages.reshape(pages.shape[0], -1)
+    assert rows.data_ptr() == pages.data_ptr(), "a pool is contiguous"
+    fits = rows.shape[1] * rows.element_size() % 8 == 0 and rows.data_ptr() % 8 == 0
+    return rows.view(torch.int64) if fits else rows
 
 
 def _to_bytes(tensor: torch.Tensor) -> Bytes:

@@ -16,7 +16,7 @@ from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.tiers.keys import page_key
 from turnkeep.cache.tiers.record import Record, RecordKind, TierBudget
 
-MAX_OWNED = 2
+NUM_NEWEST = 2
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,7 +99,7 @@ class ColdIndex:
         self.disk = TierSpace(disk, lambda record: record.file_bytes)
         self.pages: dict[bytes, tuple[Record, int]] = {}  # page key -> its run, and its place there
         self.suffixes: dict[bytes, dict[bytes, Record]] = {}  # page key -> tokens after it -> snapshot
-        self._owned: dict[bytes, list[Record]] = {}  # conversation -> what was written for it last
+        self._owned: dict[bytes, dict[Record, None]] = {}  # conversation -> what was written for it, newest last
         self._page_size = page_size
         self._has_pages = has_pages
         self._has_state = has_state
@@ -141,12 +141,19 @@ class ColdIndex:
         """The newest of its conversation from now on."""
         owner = record.name.owner
         if owner and (record.name.kind == "snapshot" or not self._has_state):
-            others = [other for other in self._owned.get(owner, ()) if other is not record]
-            self._owned[owner] = [*others[1 - MAX_OWNED :], record]
+            owned = self._owned.setdefault(owner, {})
+            owned.pop(record, None)
+            owned[record] = None
 
     def newest(self, owner: bytes) -> list[Record]:
         """What a conversation's next prompt will go on from, most likely: its last turn's start and end."""
-        return self._owned.get(owner, [])
+        return list(self._owned.get(owner, ()))[-NUM_NEWEST:]
+
+    def forget(self, owner: bytes) -> None:
+        """Remove what was written for a conversation, but for what others go on from as well."""
+        for record in reversed(list(self._owned.get(owner, ()))):
+            if not record.users:
+                self.remove(record)
 
     def hold(self, record: Record) -> None:
         """Keep its content in host memory until as many `let_go`."""
@@ -220,7 +227,7 @@ class ColdIndex:
                 del self.pages[key]
         owned = self._owned.get(name.owner)
         if owned is not None and record in owned:
-            owned.remove(record)
+            del owned[record]
             if not owned:
                 del self._owned[name.owner]
         self.host.discard(record)

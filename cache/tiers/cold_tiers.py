@@ -16,6 +16,7 @@ from turnkeep.cache.spec import CacheSpec
 from turnkeep.cache.tiers.background import Background
 from turnkeep.cache.tiers.cold_index import ColdIndex, ColdMatch
 from turnkeep.cache.tiers.disk_tier import DiskTier
+from turnkeep.cache.tiers.keys import owner_key
 from turnkeep.cache.tiers.loader import Loader, LoadState
 from turnkeep.cache.tiers.offloader import Offloader
 from turnkeep.cache.tiers.pool_content import PoolContent
@@ -111,6 +112,10 @@ class ColdTiers:
     def expect(self, cache_root: str, conversation_id: str) -> None:
         """A conversation's next prompt will be here soon."""
         self.loader.expect(cache_root, conversation_id)
+
+    def forget(self, cache_root: str, conversation_id: str) -> None:
+        """A conversation will not return: nothing of its own stays, in memory or on disk."""
+        self.index.forget(owner_key(cache_root, conversation_id))
 
     def poll(self) -> bool:
         """Take over what has ended in the background. True when a load has: who waits should look again."""

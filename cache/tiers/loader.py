@@ -100,7 +100,6 @@ class Loader:
             return "nothing"
         # The request needs a row of its own besides.
         if not self._reclaimer.can_make_room(len(cold.missing_pages) + 1, 2):
-            self._counters.num_failed_loads["no_room"] += 1
             return "nothing"
         unread = [record for record in cold.records if record.data is None]
         encoded = bytes(match.encoded[: cold.position * TOKEN_BYTES])

@@ -25,8 +25,8 @@ from turnkeep.cache.tiers.pool_content import PoolContent
 from turnkeep.cache.tiers.record import Bytes, Record, RecordName
 from turnkeep.cache.tiers.tier_counters import TierCounters
 
-RUN_BYTES = 4 << 20  # of one record of pages: a file that is read in a few milliseconds
-IDLE_BYTES = 8 << 20  # copied before the loop looks for messages again
+RUN_BYTES = 2 << 20  # of one record of pages: copied and read in a few milliseconds
+IDLE_BYTES = 2 << 20  # copied before the loop looks for messages again
 HEADER_BYTES = 320  # of a file, at most, without the keys of its pages
 MIN_BACKLOG_BYTES = 64 << 20
 QUIET_S = 1.0  # in a tool loop a snapshot is superseded within a second; writing it would be for nothing

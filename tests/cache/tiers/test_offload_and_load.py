@@ -8,6 +8,7 @@ import pytest
 from cache_driver import MODEL_KINDS, ModelKind
 from tier_driver import TieredDriver
 
+from turnkeep.cache.tiers.keys import owner_key
 from turnkeep.cache.tiers.record import TierBudget
 
 PROMPT = list(range(100, 150))
@@ -216,7 +217,7 @@ def test_a_load_without_room_changes_nothing(tmp_path: Path) -> None:
     assert other is not None
     assert driver.step(other)
     assert driver.bring(NEXT, "c").num_tokens == 0
-    assert driver.counters.num_failed_loads == {"no_room": 1}
+    assert not driver.counters.num_hits
     driver.cache.close(other.seq)
     assert driver.bring(NEXT, "c").num_tokens == 59
 
@@ -264,3 +265,34 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert modes == {0o600}
     names = "".join(path.name for path in tmp_path.iterdir())
     assert "c." not in names
+
+
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_a_closed_conversation_leaves_nothing_on_disk(
+    kind: ModelKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnkeep.cache.tiers.loader.MIN_LOAD_TOKENS", 1)
+    driver = TieredDriver(tmp_path, kind)
+    tokens = turn(driver)
+    driver.turn([*tokens, *range(400, 440)], ANSWER, "c", turn_start=len(tokens) + 40)
+    turn(driver, "other", salt=1)
+    driver.idle()
+    driver.cache.close_conversation("", "c")
+    driver.settle_background()
+    assert driver.tiers.index.newest(owner_key("", "c")) == []
+    driver.cache.clear()
+    driver.settle_background()
+    assert driver.bring(NEXT, "c").num_tokens == (0 if kind == "attention_only" else 20), "the trunk is everybody's"
+    assert driver.bring([*(token + 1000 for token in PROMPT), *ANSWER, 1]).num_tokens >= 56
+
+
+def test_what_a_fork_goes_on_from_outlives_its_parent(tmp_path: Path) -> None:
+    driver = TieredDriver(tmp_path, "attention_only")
+    tokens = turn(driver, "parent")
+    driver.idle()
+    driver.turn([*tokens, *range(400, 440)], ANSWER, "child")
+    driver.idle()
+    driver.cache.close_conversation("", "parent")
+    driver.cache.clear()
+    driver.settle_background()
+    assert driver.bring([*tokens, *range(400, 440), *ANSWER, 1]).num_tokens == 108
