@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from turnkeep.cache.boundary import Boundary
+from turnkeep.server.bounded_table import put_newest, table_key
 from turnkeep.server.cache_hints import CacheMark
 from turnkeep.server.chat_messages import Message, TemplateError, normalize_messages
 from turnkeep.server.chat_template import ChatTemplate
-from turnkeep.server.common_prefix import common_prefix_length, common_prefix_tokens
+from turnkeep.server.common_prefix import common_prefix_length, common_prefix_of, common_prefix_tokens
 from turnkeep.server.probes import (
     ANSWER_PROBES,
+    FORK_PROBES,
     LOOP_PROBES,
     OPENING_PROBES,
     Probe,
@@ -41,12 +41,13 @@ from turnkeep.server.stable_position import (
 from turnkeep.server.tokenizer import Tokenizer
 
 MIN_PLAIN_TRUNK_TOKENS = 16  # a shorter trunk without system text or tools is not worth a snapshot
+FAR_TOKENS = 64  # a prompt that goes on for more behind its turn_start is worth a snapshot at its end
 NEAR_CHARS = 64  # a delimiter this near the end of a shared text is worth backing off to
 NUM_FULL_ROUNDS = 3  # rounds with every probe before a class of conversations is probed by its worst one
 MAX_CLASSES = 256
 MAX_TRUNKS = 64
 MAX_STARTS = 4096
-PROBES = {"turn": ANSWER_PROBES, "loop": LOOP_PROBES, "end": ()}
+PROBES = {"turn": ANSWER_PROBES, "loop": LOOP_PROBES, "fork": FORK_PROBES, "end": ()}
 
 
 @dataclass(slots=True)
@@ -101,9 +102,11 @@ class BoundaryFinder:
         prompt: EncodedPrompt | None = None,
         now: float | None = None,
     ) -> tuple[Boundary, ...]:
-        """trunk and turn_start of a prompt (with generation prompt) of canonical messages, ascending; and a turn_end
-        behind the newest tool result where calls do not come back as they were generated (a client that drops their
-        reasoning, a template that prints them otherwise): the loop's next request then resumes there.
+        """trunk and turn_start of a prompt (with generation prompt) of canonical messages, ascending. And where answers
+        do not come back as they were generated (a client that drops their reasoning, a template that prints them
+        otherwise), what takes the place of their turn_end: one behind the newest tool result, from which the loop's
+        next request goes on, or one before the newest user message, from which an edit of it does. Where the prompt
+        ends far behind turn_start, one at its end instead: a retry goes on there.
 
         Every position is smaller than the number of tokens, so that the same prompt sent again can use it. Empty when
         the template refuses every probe.
@@ -118,7 +121,7 @@ class BoundaryFinder:
             with self._lock:
                 trunk = self._trunk(prompt, setting)
                 start = self._turn_start(prompt, setting)
-                tail = self._loop_tail(prompt, setting)
+                tail = self._loop_tail(prompt, setting) or self._last_end(prompt, setting)
         except TemplateError:
             self.counters.num_failures += 1
             return ()
@@ -127,7 +130,10 @@ class BoundaryFinder:
             found.append(Boundary(trunk, "trunk"))
         if start is not None:
             found.append(Boundary(start, "turn_start"))
-        if tail is not None and tail > max(start or 0, trunk or 0):
+        is_asked = prompt.guarded.messages[-1]["role"] == "user"
+        if is_asked and start is not None and len(prompt.token_ids) - start > FAR_TOKENS:
+            tail = len(prompt.token_ids) - 1
+        if tail is not None and tail > (trunk or 0) and tail != start:
             found.append(Boundary(tail, "turn_end"))
         return tuple(sorted(found, key=lambda boundary: boundary.position))
 
@@ -176,22 +182,21 @@ class BoundaryFinder:
         if ids and ids[-1] not in self._tokenizer.special_ids:
             ids = ids[: max(0, len(ids) - UNSURE_TOKENS)]
         stable = common_prefix_tokens(engine_ids, ids)
-        if answer[0].get("tool_calls"):
-            key = _key(bool(tools), template_kwargs)
-            with self._lock:
-                _put(self._changed_answers, key, stable < len(engine_ids) - 1, MAX_CLASSES)
+        key = table_key(bool(answer[0].get("tool_calls")), bool(tools), template_kwargs)
+        with self._lock:
+            put_newest(self._changed_answers, key, stable < len(engine_ids) - 1, MAX_CLASSES)
         return TurnEnd(stable, ids)
 
     def _trunk(self, prompt: EncodedPrompt, setting: RenderSetting) -> int | None:
         messages = prompt.guarded.messages
         leading = messages[: count_leading_system(messages)]
         now = setting.now if self._shows_clock else None
-        key = _key(leading, setting.tools, setting.template_kwargs, now)
+        key = table_key(leading, setting.tools, setting.template_kwargs, now)
         shared = self._trunks.get(key)
         if shared is None:
             texts = self._render_all([[*leading, *probe.messages] for probe in OPENING_PROBES], setting)
-            shared = _common_prefix(texts) if texts else ""
-            _put(self._trunks, key, shared, MAX_TRUNKS)
+            shared = common_prefix_of(texts) if texts else ""
+            put_newest(self._trunks, key, shared, MAX_TRUNKS)
         position = self._position(prompt, common_prefix_length(prompt.text, shared))
         if position == 0 or (position < MIN_PLAIN_TRUNK_TOKENS and not leading and not setting.tools):
             return None
@@ -204,7 +209,7 @@ class BoundaryFinder:
             return None
         base = messages[: last_user + 1]
         in_loop = last_user + 1 < len(messages)
-        key = _key(last_user, base[-1], bool(setting.tools), setting.template_kwargs)
+        key = table_key(last_user, base[-1], bool(setting.tools), setting.template_kwargs)
         if in_loop:
             num_chars = self._known_start(key, prompt.text)
             if num_chars is None:
@@ -214,7 +219,7 @@ class BoundaryFinder:
                 )
         else:
             num_chars = self._stable_chars("turn", base, prompt.text, setting)
-        _put(self._starts, key, (num_chars, hash(prompt.text[:num_chars])), MAX_STARTS)
+        put_newest(self._starts, key, (num_chars, hash(prompt.text[:num_chars])), MAX_STARTS)
         position = self._position(prompt, num_chars)
         return position or None
 
@@ -234,34 +239,56 @@ class BoundaryFinder:
         drops_reasoning = self._encoder.template.reads_reasoning and any(
             message.get("tool_calls") and not message.get("reasoning_content") for message in turn
         )
-        if not drops_reasoning and not self._changed_answers.get(_key(bool(setting.tools), setting.template_kwargs)):
+        if not drops_reasoning and not self._are_changed(setting, calls=True):
             return None
         return self._position(prompt, self._stable_chars("loop", messages, prompt.text, setting))
 
-    def _stable_chars(self, purpose: str, base: list[Message], text: str, setting: RenderSetting) -> int:
-        """How much of the prompt text of `base` its probes repeat: every answer and continuation, or every call."""
+    def _last_end(self, prompt: EncodedPrompt, setting: RenderSetting) -> int | None:
+        """How far a prompt with another newest user message repeats this one, if answers are known to come back
+        changed: then nothing else is kept there."""
+        messages = prompt.guarded.messages
+        is_first = find_last_user(messages[:-1]) is None
+        if messages[-1]["role"] != "user" or is_first or not self._are_changed(setting, calls=False):
+            return None
+        return self._position(prompt, self._stable_chars("fork", messages, prompt.text, setting, num_replaced=1))
+
+    def _are_changed(self, setting: RenderSetting, *, calls: bool) -> bool:
+        return self._changed_answers.get(table_key(calls, bool(setting.tools), setting.template_kwargs), False)
+
+    def _stable_chars(
+        self, purpose: str, base: list[Message], text: str, setting: RenderSetting, num_replaced: int = 0
+    ) -> int:
+        """How much of the prompt text of `base` its probes repeat, which stand behind it or in place of its last
+        messages: every answer and continuation, every call, or every other question."""
         known = self._class_of(base, setting, purpose)
         short = shorten(base) if known.may_shorten else base
         if len(short) < len(base):
-            lifted = self._stable_chars_by(short, base, text, known, setting)
+            lifted = self._stable_chars_by(short, base, text, known, setting, num_replaced)
             if lifted is not None:
                 return lifted
             self.counters.num_full_renderings += 1
-        return self._probe_answers(base, text, known, setting)
+        return self._probe_answers(base[: len(base) - num_replaced], text, known, setting)
 
     def _stable_chars_by(
-        self, short: list[Message], base: list[Message], text: str, known: _Class, setting: RenderSetting
+        self,
+        short: list[Message],
+        base: list[Message],
+        text: str,
+        known: _Class,
+        setting: RenderSetting,
+        num_replaced: int,
     ) -> int | None:
         """The same through the stand-in; None when its text does not end like the real one."""
         short_text = self._render(short, setting)
-        stable = self._probe_answers(short, short_text, known, setting)
+        stable = self._probe_answers(short[: len(short) - num_replaced], short_text, known, setting)
         if not text.endswith(short_text[self._margin(short_text, stable) :]):
             return None
         lifted = len(text) - (len(short_text) - stable)
         if len(base) >= 2 * known.verified_length:
             known.verified_length = len(base)
             self.counters.num_full_renderings += 1
-            full = self._limit(base, text, [known.probes[known.worst], known.probes[0]], setting)[0]
+            kept = base[: len(base) - num_replaced]
+            full = self._limit(kept, text, [known.probes[known.worst], known.probes[0]], setting)[0]
             if full is not None and full < lifted:
                 known.may_shorten = False
                 self.counters.num_unlike += 1
@@ -320,7 +347,7 @@ class BoundaryFinder:
         texts = self._render_all([[*messages, answer, *after] for after in continuations(answer)], setting)
         if not texts:
             raise TemplateError("no continuation of this answer can be rendered", "messages")
-        return self._cut(_common_prefix(texts))
+        return self._cut(common_prefix_of(texts))
 
     def _lifted_next_text(
         self, prompt: EncodedPrompt, short: list[Message], answer: Message, setting: RenderSetting
@@ -346,13 +373,13 @@ class BoundaryFinder:
         return texts
 
     def _class_of(self, messages: list[Message], setting: RenderSetting, purpose: str) -> _Class:
-        key = _key(
+        key = table_key(
             purpose, setting.template_kwargs, bool(setting.tools), count_leading_system(messages), messages[-1]["role"]
         )
         known = self._classes.get(key)
         if known is None:
             known = _Class(PROBES[purpose])
-            _put(self._classes, key, known, MAX_CLASSES)
+            put_newest(self._classes, key, known, MAX_CLASSES)
         return known
 
     def _margin(self, text: str, position: int) -> int:
@@ -368,24 +395,3 @@ class BoundaryFinder:
     def _position(self, prompt: EncodedPrompt, num_chars: int) -> int:
         self.counters.num_far_delimiters += not has_near_delimiter(prompt, num_chars)
         return stable_position(self._encoder, prompt, num_chars)
-
-
-def _common_prefix(texts: list[str]) -> str:
-    shared = len(texts[0])
-    for text in texts[1:]:
-        shared = min(shared, common_prefix_length(texts[0], text))
-    return texts[0][:shared]
-
-
-def _key(*parts: Any) -> bytes:
-    try:
-        return msgspec.json.encode(parts)
-    except (OverflowError, TypeError, UnicodeEncodeError, msgspec.MsgspecError):  # numbers or text JSON cannot carry
-        return repr(parts).encode("utf-8", "surrogatepass")
-
-
-def _put(table: OrderedDict[bytes, Any], key: bytes, value: Any, limit: int) -> None:
-    table[key] = value
-    table.move_to_end(key)
-    while len(table) > limit:
-        table.popitem(last=False)

@@ -26,6 +26,14 @@ def common_prefix_length(first: str, second: str) -> int:
     return low
 
 
+def common_prefix_of(texts: Sequence[str]) -> str:
+    """What all texts (one at least) begin with."""
+    shared = len(texts[0])
+    for text in texts[1:]:
+        shared = min(shared, common_prefix_length(texts[0], text))
+    return texts[0][:shared]
+
+
 def common_prefix_tokens(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of leading tokens two sequences of one type share."""
     limit = min(len(first), len(second))

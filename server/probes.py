@@ -85,6 +85,9 @@ OPENING_PROBES: tuple[Probe, ...] = (
     Probe("second turn", (_user("é"), _assistant("A"), _user("B"))),
 )
 
+# In place of the newest user message: what else might have been asked.
+FORK_PROBES: tuple[Probe, ...] = tuple(Probe("other", (_user(start),)) for start in ("A", "\n\n {1", "é"))
+
 HOSTILE_STARTS = ("A", "\n\n {1", "")  # contents of the message that is expected after an answer
 
 

@@ -132,6 +132,24 @@ def test_the_next_turn_computes_its_new_tokens_only_and_gives_what_a_cold_run_gi
         bench.loop.receive(EndTurn(name, len(history) - 4))
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "attention_free"])
+def test_an_edit_of_the_newest_message_resumes_before_it_where_answers_come_back_changed(kind: TinyKind) -> None:
+    """What the server asks for then: a turn_end in front of the newest message, and none at the answer's end."""
+    bench = make_loop(kind)
+    first, rest = prompts(2)[1][:20], prompts(2)[0]
+    run_each(bench, [submit("one", first, 9, boundaries=[(20, "turn_start")], conversation_id="c")])
+    bench.loop.receive(EndTurn("one", 20))  # the answer is printed without its thought in the next prompt
+    shown = [*first, 5, 6, 7]
+    asked = [*shown, *rest]
+    boundaries = [(len(shown), "turn_end"), (len(asked), "turn_start")]
+    run_each(bench, [submit("two", asked, 9, boundaries=boundaries, conversation_id="c")])
+    bench.loop.receive(EndTurn("two", len(asked)))
+    edited = [*shown, 9, *rest]
+    (output,) = run_each(bench, [submit("edit", edited, 9, conversation_id="c")])
+    assert bench.finished("edit").num_cached_tokens == len(shown)
+    assert [output] == run_each(make_loop(kind, prefix_caching=False), [submit("cold", edited, 9)])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_are_the_models_own_and_do_not_change_the_choice(kind: TinyKind) -> None:
     bench = make_loop(kind)
