@@ -42,9 +42,9 @@ class CacheManager:
     """Pages 1 .. num_pages - 1 and rows 1 .. num_state_rows - 1 of one model on one device.
 
     Models without attention need no pages (page ids are then empty), models without recurrent layers no rows.
-    `policy` takes the place of the eviction policy that the configuration names; `cost` is what that one weighs with,
-    and may go on being measured. `tiers` take in what leaves the pools. num_history_slots: so many sequences are open
-    at most where drafts are verified (`spec.history`). Raises ValueError for pools in which nothing could ever run.
+    `policy` replaces the configured one; `cost`, which it weighs with, may go on being measured. `tiers` take in what
+    leaves the pools. num_history_slots: so many sequences are open at most where drafts are verified (`spec.history`).
+    Raises ValueError for pools in which nothing could ever run.
     """
 
     def __init__(
@@ -272,10 +272,8 @@ class CacheManager:
     # The end of a sequence
 
     def finish(self, seq: SequenceCache, token_ids: TokenIds, *, keep_turn_end: bool) -> TurnHandle | None:
-        """The request is done: keep what it computed, the live row as a `turn_end` snapshot, and close.
-
-        The snapshot is usable at once; `end_turn` says later whether it is worth its place. None when there is none.
-        """
+        """The request is done: keep what it computed, the live row as a `turn_end` snapshot (None when there is none),
+        and close. The snapshot is usable at once; `end_turn` says later whether it is worth its place."""
         self._publish_rest(seq, token_ids)
         handle = None
         keep_turn_end = keep_turn_end and self._planner.policy.template_boundaries
