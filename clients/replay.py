@@ -58,7 +58,7 @@ OnRequest = Callable[[ReplayedRequest], None]
 async def replay(
     session: aiohttp.ClientSession, url: str, trace: list[TracedRequest], options: ReplayOptions, on_request: OnRequest
 ) -> Replay:
-    """Play the trace against the server at `url` (without /v1). A request that fails is counted; the next one goes on."""
+    """Play the trace against the server at `url` (without /v1). A request that fails is counted, no more."""
     conversations: defaultdict[str, list[TracedRequest]] = defaultdict(list)
     for request in trace:
         conversations[request.conversation_id].append(request)

@@ -13,20 +13,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from turnkeep.clients.replay import Replay, ReplayedRequest, ReplayOptions, replay
 from turnkeep.clients.replay_report import plot, summary, table
 from turnkeep.clients.trace_file import TracedRequest, read_trace
+from turnkeep.server.command_options import positive
 
 
 def add_replay_options(parser: argparse.ArgumentParser) -> None:
     """Everything but how the server is found."""
     parser.add_argument("trace", type=Path, metavar="TRACE", help="a trace in the format convtrace/1")
-    parser.add_argument("--concurrency", type=_positive, default=8, help="requests under way at once (default: 8)")
+    parser.add_argument("--concurrency", type=positive, default=8, help="requests under way at once (default: 8)")
     parser.add_argument(
         "--arrival-scale", type=_not_negative, default=0.0, metavar="FACTOR",
         help="1 keeps the recorded pauses, 2 doubles them, 0 waits for nothing (default: 0)",
     )  # fmt: skip
-    parser.add_argument("--requests", type=_positive, metavar="N", help="the first N requests only")
-    parser.add_argument("--max-tokens", type=_positive, metavar="N", help="generate at most N tokens a request")
+    parser.add_argument("--requests", type=positive, metavar="N", help="the first N requests only")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="generate at most N tokens a request")
     parser.add_argument(
-        "--vocab-size", type=_positive, default=1000, metavar="N",
+        "--vocab-size", type=positive, default=1000, metavar="N",
         help="ids below N are made up where the trace has no text (default: 1000)",
     )  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw times and reuse (needs turnkeep[plot])")
@@ -73,13 +74,6 @@ async def _with_progress(
             progress.update(task, advance=1, note=share + (f", {failed} failed" if failed else ""))
 
         return await replay(session, url, trace, settings, note)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def _not_negative(text: str) -> float:
