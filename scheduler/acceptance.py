@@ -8,6 +8,7 @@ needed: a common bias would ruin the choice of how many nodes pay, different one
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -44,17 +45,19 @@ class ProposedNodes:
     depths: Int64Array  # below the root, from 1
     levels: list[Int64Array]  # places of the nodes of depth 2, 3, ...
     edges: Float64Array  # probability given the parent, as the drafter states it
+    trees: Int64Array  # number of each node's tree
 
     @classmethod
     def of(cls, drafts: Sequence[DraftTree]) -> ProposedNodes:
-        starts = [0, *accumulate(draft.num_nodes for draft in drafts)]
+        counts = [draft.num_nodes for draft in drafts]
+        starts = [0, *accumulate(counts)]
         num_nodes = starts[-1]
-        offsets = np.repeat(np.array(starts[:-1], dtype=np.int64), np.diff(starts))
+        trees = np.arange(len(drafts)).repeat(counts)
         parents = np.fromiter(chain.from_iterable(draft.parents for draft in drafts), np.int64, num_nodes)
         edges = np.fromiter(chain.from_iterable(draft.probabilities for draft in drafts), np.float64, num_nodes)
-        parents = np.where(parents < 0, -1, parents + offsets)
+        below = (parents >= 0).nonzero()[0]
+        parents[below] += np.array(starts)[trees[below]]
         depths = (parents < 0).astype(np.int64)
-        below = np.flatnonzero(parents >= 0)
         edges[below] /= np.maximum(edges[parents[below]], 1e-12)
         levels: list[Int64Array] = []
         while below.size:
@@ -62,11 +65,7 @@ class ProposedNodes:
             levels.append(below[is_next])
             depths[levels[-1]] = len(levels) + 1
             below = below[~is_next]
-        return cls(starts, parents, depths, levels, np.minimum(edges, 1.0))
-
-    @property
-    def tree_numbers(self) -> Int64Array:
-        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        return cls(starts, parents, depths, levels, np.minimum(edges, 1.0), trees)
 
 
 @dataclass(slots=True)
@@ -86,11 +85,11 @@ class _Promise:
     num_steps: int = 0
     expected: float = 0.0
 
-    def add(self, expected: float, num_accepted: int) -> None:
+    def add(self, expected: float, num_accepted: int, num_steps: int = 1) -> None:
         if num_accepted:
             self.num_steps, self.expected = 0, 0.0
         else:
-            self.num_steps += 1
+            self.num_steps += num_steps
             self.expected += expected
 
     def is_broken(self, num_steps: int, expected: float) -> bool:
@@ -138,7 +137,7 @@ class AcceptanceStatistics:
             return np.zeros(0)
         own = (self._requests.get(request_id) for request_id in request_ids)
         factors = np.array([1.0 if request is None else request.factor for request in own])
-        trees = nodes.tree_numbers
+        trees = nodes.trees
         paths: Float64Array = np.minimum(self._rates(nodes) * factors[trees], 1.0)
         # Of siblings at most one is right. Those below a root have its tree's number behind all places for a parent.
         parents = np.where(nodes.parents < 0, nodes.starts[-1] + trees, nodes.parents)
@@ -150,20 +149,24 @@ class AcceptanceStatistics:
     def measured(
         self, request_ids: Sequence[str], drafts: Sequence[DraftTree], accepted: Sequence[Sequence[int]]
     ) -> list[str]:
-        """What was right of verified drafts: places in the draft, along one path. Gives the requests that rest now."""
+        """What was right of verified drafts: places in the draft, along one path. Gives the requests that rest now.
+
+        A request may be there several times, with several steps.
+        """
         nodes = ProposedNodes.of(drafts)
         is_accepted = np.zeros(nodes.starts[-1], dtype=bool)
-        places = [start + node for start, path in zip(nodes.starts, accepted, strict=False) for node in path]
-        is_accepted[places] = True
+        right = [start + node for start, path in zip(nodes.starts, accepted, strict=False) for node in path]
+        is_accepted[right] = True
         # Only nodes below an accepted one were put to the test.
         is_tested = (nodes.parents < 0) | is_accepted[nodes.parents]
         self._count(nodes.depths, is_accepted)
         depths = np.minimum(nodes.depths[is_tested], MAX_DEPTH)
-        trees = nodes.tree_numbers[is_tested]
+        trees = nodes.trees[is_tested]
         expected = np.bincount(trees, weights=self._rates(nodes)[is_tested], minlength=len(drafts))
         stated = np.bincount(trees, weights=nodes.edges[is_tested], minlength=len(drafts))
-        np.add.at(self._trials, (depths, _bins(nodes.edges[is_tested])), 1.0)
-        np.add.at(self._hits, (depths, _bins(nodes.edges[is_tested])), is_accepted[is_tested])
+        places = depths, _bins(nodes.edges[is_tested])
+        np.add.at(self._trials, places, 1.0)
+        np.add.at(self._hits, places, is_accepted[is_tested])
         full = self._trials > TABLE_LIMIT
         self._trials[full] /= 2.0
         self._hits[full] /= 2.0
@@ -174,7 +177,7 @@ class AcceptanceStatistics:
             )
             if self._update_request(request_id, own, promised, len(path))
         ]
-        self._watch_all(float(stated.sum()), sum(map(len, accepted)))
+        self._watch_all(float(stated.sum()), sum(map(len, accepted)), max(Counter(request_ids).values()))
         return resting
 
     def _count(self, depths: Int64Array, is_accepted: npt.NDArray[np.bool_]) -> None:
@@ -206,8 +209,8 @@ class AcceptanceStatistics:
         self.counts.num_resets += 1
         return True
 
-    def _watch_all(self, stated: float, num_accepted: int) -> None:
-        self._promise.add(stated, num_accepted)
+    def _watch_all(self, stated: float, num_accepted: int, num_steps: int) -> None:
+        self._promise.add(stated, num_accepted, num_steps)
         if self._promise.is_broken(ALARM_STEPS, ALARM_EXPECTED):
             log.error(
                 "no draft of any request was right in %d steps, where the drafter promised %.0f tokens: drafting only "
@@ -220,4 +223,4 @@ class AcceptanceStatistics:
 
 
 def _bins(edges: Float64Array) -> Int64Array:
-    return np.searchsorted(EDGES, edges)
+    return EDGES.searchsorted(edges)

@@ -18,7 +18,7 @@ REFIT_EVERY = 8
 NUM_FIRST = 16  # measurements with a fit after each
 PRIOR_WEIGHT = 1e-4  # in measurements: it decides only what they leave open
 OUTLIER = 3.0  # errors beyond so many typical ones count less (Huber)
-TYPICAL_ERROR = 0.25  # before anything was measured
+TYPICAL_ERROR, LEAST_ERROR = 0.25, 0.02  # before anything was measured; and however alike all is
 
 
 class OnlineLeastSquares:
@@ -32,25 +32,37 @@ class OnlineLeastSquares:
         self._targets = np.zeros(len(prior))
         self._typical_error = TYPICAL_ERROR
         self.num_measured = 0
+        self._waiting: list[tuple[Sequence[float], float]] = []
 
     def predict(self, features: Sequence[float]) -> float:
-        return float(self.costs @ np.asarray(features, dtype=np.float64))
+        return float(self.costs.dot(features))
 
     def measured(self, features: Sequence[float], seconds: float) -> None:
-        """One measurement; ignored unless it took time. O(n^2), and O(n^3) every few times."""
+        """One measurement; ignored unless it took time. Taken in, in O(n^3), every few times."""
         if not seconds > 0:
             return
-        row = np.asarray(features, dtype=np.float64) * (self._prior / seconds)  # in priors: all of one size
-        error = abs(float(row @ self._believed) - 1.0)
-        limit = OUTLIER * self._typical_error
-        # Until a first fit, errors say how wrong the prior is and not which measurement is odd.
-        weight = limit / error if error > limit and self.num_measured >= NUM_FIRST else 1.0
-        self._typical_error += 0.05 * (min(error, limit) - self._typical_error)
-        self._products = MEMORY * self._products + weight * np.outer(row, row)
-        self._targets = MEMORY * self._targets + weight * row
         self.num_measured += 1
-        if self.num_measured <= NUM_FIRST or self.num_measured % REFIT_EVERY == 0:
+        self._waiting.append((features, seconds))
+        if self.num_measured <= NUM_FIRST or len(self._waiting) >= REFIT_EVERY:
+            self._take_in()
             self._fit()
+
+    def _take_in(self) -> None:
+        features = np.array([row for row, _ in self._waiting], dtype=np.float64)
+        seconds = np.array([own for _, own in self._waiting])
+        rows = features * (self._prior / seconds[:, None])  # in priors: all of one size
+        errors = np.abs(rows @ self._believed - 1.0)
+        limit = OUTLIER * max(self._typical_error, LEAST_ERROR)
+        weights = MEMORY ** np.arange(len(rows) - 1, -1, -1.0)
+        if self.num_measured > NUM_FIRST:  # before, errors say how wrong the prior is and not which measurement is odd
+            weights *= limit / np.maximum(errors, limit)
+        weighted = rows * weights[:, None]
+        forgotten = MEMORY ** len(rows)
+        self._products = forgotten * self._products + weighted.T @ rows
+        self._targets = forgotten * self._targets + weighted.sum(0)
+        typical = float(np.minimum(errors, limit).mean())
+        self._typical_error += (1.0 - 0.95 ** len(rows)) * (typical - self._typical_error)
+        self._waiting.clear()
 
     def _fit(self) -> None:
         """Parts that would be negative are left out, the most negative first."""

@@ -30,6 +30,7 @@ PROBE_STEPS = 2
 CHECK_EVERY, FIRST_CHECK_EVERY = 128, 16  # steps with drafts after which one has none, so that its price stays known
 FRESH = 3.0  # measured plain steps with as many requests, up to which checks come as often as the first
 GROWTH = 1.5  # of the nodes that paid lately, proposed for the next step
+LEARN_EVERY = 8  # verified drafts, or steps
 OUTLOOK_STEPS = 8  # for which what may be proposed stays as it is
 
 
@@ -100,6 +101,8 @@ class TreeBudget:
         self._num_drafted = 0  # steps since one had none
         self._probe_every = PROBE_EVERY
         self._is_probe = False
+        self._verified: list[tuple[str, DraftTree, Sequence[int]]] = []  # to learn from
+        self._num_unlearnt = 0  # steps with them
 
     def select(self, requests: Sequence[DecodingRequest]) -> list[DraftTree | None]:
         """The part of each request's draft that the coming step verifies, None for plain decoding."""
@@ -203,20 +206,28 @@ class TreeBudget:
         self._cost.measured(load, computing_s)
         if plan.tree_grant is not None or output.drafts:
             self._cost.measured_draft(_draft_load(load, output), output.draft_s)
-        verified = [
-            (item.request_id, item.draft, output.accepted.get(item.request_id, ()))
-            for item in plan.items
-            if item.draft is not None and item.request_id in output.tokens
-        ]
-        if verified:
-            self.acceptance.measured(*zip(*verified, strict=True))
+        self._num_unlearnt += 1
+        for item in plan.items:
+            if item.draft is not None and item.request_id in output.tokens:
+                self._verified.append((item.request_id, item.draft, output.accepted.get(item.request_id, ())))
+        if self._num_unlearnt >= LEARN_EVERY or len(self._verified) >= LEARN_EVERY:
+            self._learn()
+
+    def _learn(self) -> None:
+        """From several steps at once where few requests run: it is calls that cost, not nodes."""
+        if self._verified:
+            self.acceptance.measured(*zip(*self._verified, strict=True))
+            self._verified.clear()
+        self._num_unlearnt = 0
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
+        self._learn()
         self.acceptance.forget(request_id)
 
     def counter_values(self) -> dict[str, float]:
         """Flat names for the stats message; by depth as name.depth."""
+        self._learn()
         counts, accepted = self.counts, self.acceptance.counts
         values: dict[str, float] = {
             "draft_num_proposed_nodes": counts.num_proposed,
