@@ -103,10 +103,7 @@ class _Request:
     promise: _Promise = field(default_factory=_Promise)
     rest_steps: int = 0
     next_rest: int = REST_STEPS
-
-    @property
-    def factor(self) -> float:
-        return min((self.accepted + REQUEST_TRUST) / (self.expected + REQUEST_TRUST), MAX_FACTOR)
+    factor: float = 1.0
 
 
 class AcceptanceStatistics:
@@ -135,7 +132,7 @@ class AcceptanceStatistics:
         """That each node and all above it are right, as experience has it: [N], never more than the parent's."""
         if not len(nodes.parents):
             return np.zeros(0)
-        own = (self._requests.get(request_id) for request_id in request_ids)
+        own = map(self._requests.get, request_ids)
         factors = np.array([1.0 if request is None else request.factor for request in own])
         trees = nodes.trees
         paths: Float64Array = np.minimum(self._rates(nodes) * factors[trees], 1.0)
@@ -197,6 +194,7 @@ class AcceptanceStatistics:
         request = self._requests.setdefault(request_id, _Request())
         request.expected = REQUEST_MEMORY * request.expected + expected
         request.accepted = REQUEST_MEMORY * request.accepted + num_accepted
+        request.factor = min((request.accepted + REQUEST_TRUST) / (request.expected + REQUEST_TRUST), MAX_FACTOR)
         request.promise.add(stated, num_accepted)
         if num_accepted:
             request.next_rest = REST_STEPS

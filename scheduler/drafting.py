@@ -19,17 +19,24 @@ class Drafting:
 
     def choose(self, running: Sequence[Request]) -> None:
         """Keep of each draft what the coming step verifies; what lies behind the last token wanted is of no use."""
+        decoding: list[Request] = []
+        to_verify: list[DecodingRequest] = []
         for request in running:
-            if request.draft is not None:
-                request.draft = request.draft.within_depth(request.num_useful_nodes)
+            draft = request.draft
+            if draft is not None:
+                request.draft = draft = draft.within_depth(request.num_useful_nodes)
+            if draft is not None or request.is_decoding:
+                decoding.append(request)
+                to_verify.append(DecodingRequest(request.request_id, len(request.token_ids), draft))
         if self._budget is not None:
-            decoding = [request for request in running if request.is_decoding]
-            for request, draft in zip(decoding, self._budget.select(_to_verify(decoding)), strict=True):
-                request.draft = draft
+            for request, chosen in zip(decoding, self._budget.select(to_verify), strict=True):
+                request.draft = chosen
 
     def grant(self, running: Sequence[Request]) -> TreeGrant | None:
         """For all that run: a prompt that ends with this step may be drafted for, too."""
-        return self._fixed_grant if self._budget is None else self._budget.grant(_to_verify(running))
+        if self._budget is None:
+            return self._fixed_grant
+        return self._budget.grant(len(running), sum(len(request.token_ids) for request in running))
 
     def measured(self, plan: StepPlan, output: StepOutput) -> None:
         """A step was carried out."""
@@ -44,7 +51,3 @@ class Drafting:
     def counter_values(self) -> dict[str, float]:
         """By name; empty without a budget."""
         return self._budget.counter_values() if self._budget is not None else {}
-
-
-def _to_verify(running: Sequence[Request]) -> list[DecodingRequest]:
-    return [DecodingRequest(request.request_id, len(request.token_ids), request.draft) for request in running]

@@ -7,7 +7,7 @@ which path of it is what it would have said itself. No tensors here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,9 +20,9 @@ class TreeGrant:
     max_children: int  # of one node
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class DraftTree:
-    """The nodes below a root, parents first; a parent is an earlier node, or -1 for the root.
+    """The nodes below a root, parents first; a parent is an earlier node, or -1 for the root. Never changed.
 
     probabilities: of each node's whole path being accepted, as the drafter sees it; never more than its parent's.
     """
@@ -30,15 +30,15 @@ class DraftTree:
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
     probabilities: tuple[float, ...]
+    depth: int = field(init=False, repr=False, compare=False)  # levels below the root: so many tokens can be accepted
+
+    def __post_init__(self) -> None:
+        # Asked for several times in a step: a tree knows it.
+        self.depth = max(self.depths(), default=0)
 
     @property
     def num_nodes(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def depth(self) -> int:
-        """Levels below the root: as many tokens can be accepted."""
-        return max(self.depths(), default=0)
 
     def depths(self) -> list[int]:
         """Levels below the root of each node; its children have 1."""
@@ -55,10 +55,9 @@ class DraftTree:
 
     def within_depth(self, max_depth: int) -> DraftTree | None:
         """The tree of the nodes at most so many levels below the root; None when that is none."""
-        depths = self.depths()
-        if max(depths, default=0) <= max_depth:
-            return self if depths else None
-        kept = [node for node, depth in enumerate(depths) if depth <= max_depth]
+        if self.depth <= max_depth:
+            return self if self.token_ids else None
+        kept = [node for node, depth in enumerate(self.depths()) if depth <= max_depth]
         return self.picked(kept) if kept else None
 
     def picked(self, nodes: Sequence[int]) -> DraftTree:

@@ -6,6 +6,7 @@ A plan holds no tensors and no live objects, so tests assert on whole plans.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +27,7 @@ class SamplingHistory:
     output_ids: list[int]
 
 
-@dataclass(slots=True, frozen=True)
-class Replay:
+class Replay(NamedTuple):
     """Where the accepted tokens of a request lie that its state row does not contain yet; what the step accepts is
     added there. Models without state have none: slot 0 and no tokens."""
 
@@ -35,9 +35,9 @@ class Replay:
     num_tokens: int
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class StepItem:
-    """Compute known tokens [start, start + len(token_ids)) of one request."""
+    """Compute known tokens [start, start + len(token_ids)) of one request. Never changed; not frozen: many are made."""
 
     request_id: str
     token_ids: list[int]

@@ -122,7 +122,8 @@ class StepPlanner:
         draft = request.draft if replay is not None else None
         if replay is None and self._cache.has_history:
             self._cache.fold(sequence)
-        is_last = end == len(request.token_ids)
+        num_known = len(request.token_ids)
+        is_last = end == num_known
         wants_context = self._drafts_from_tokens and request.is_just_opened
         return StepItem(
             request_id=request.request_id,
@@ -132,7 +133,7 @@ class StepPlanner:
             state_row=sequence.state_row,
             exports=exports,
             sampling=request.sampling if is_last else None,
-            num_output_tokens=request.num_output_tokens,
+            num_output_tokens=num_known - request.num_prompt_tokens,
             history=_history(request) if is_last and _needs_history(request.sampling) else None,
             replay=replay,
             draft=draft,

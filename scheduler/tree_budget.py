@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +35,7 @@ LEARN_EVERY = 8  # verified drafts, or steps
 OUTLOOK_STEPS = 8  # for which what may be proposed stays as it is
 
 
-@dataclass(slots=True, frozen=True)
-class DecodingRequest:
+class DecodingRequest(NamedTuple):
     """What the budget needs to know of a request that decodes one token and verifies what was drafted after it."""
 
     request_id: str
@@ -111,7 +111,7 @@ class TreeBudget:
         drafting = [
             (place, request.draft)
             for place, request in enumerate(requests)
-            if request.draft is not None and request.draft.num_nodes and not self.acceptance.rests(request.request_id)
+            if request.draft is not None and not self.acceptance.rests(request.request_id)
         ]
         if drafting:
             drafts = [draft for _, draft in drafting]
@@ -122,8 +122,8 @@ class TreeBudget:
             is_kept = np.zeros(len(paths), dtype=bool)
             is_kept[order[: choice.num_granted]] = True
             kept = is_kept.tolist()
-            for start, (place, draft) in zip(nodes.starts, drafting, strict=False):
-                chosen[place] = _part(draft, kept[start : start + draft.num_nodes])
+            for start, end, (place, draft) in zip(nodes.starts, nodes.starts[1:], drafting, strict=False):
+                chosen[place] = _part(draft, kept[start:end])
             self._outlook.saw(len(requests), nodes.depths, paths)
         self._count(choice)
         if log.isEnabledFor(logging.DEBUG):
@@ -162,11 +162,12 @@ class TreeBudget:
             self._num_drafted = 0
             counts.num_plain_steps += 1
 
-    def grant(self, requests: Sequence[DecodingRequest]) -> TreeGrant | None:
-        """What may be proposed for the step after the coming one; None: drafting would not pay."""
-        if not requests:
+    def grant(self, num_requests: int, num_tokens: int) -> TreeGrant | None:
+        """What may be proposed for the step after the coming one, by so many requests that attend to so many tokens
+        together; None: drafting would not pay."""
+        if num_requests == 0:
             return None
-        depth = self._judge(requests).depth
+        depth = self._judge(num_requests, num_tokens).depth
         if depth == 0:
             self._num_plain += 1
             if self._num_plain <= self._probe_every - PROBE_STEPS:
@@ -182,18 +183,17 @@ class TreeBudget:
         each = math.ceil(GROWTH * self._judged.nodes_per_request) + 1
         each = min(max(each, depth), config.max_total_draft_tokens)
         return TreeGrant(
-            num_nodes=min(each * len(requests), self._max_nodes),
+            num_nodes=min(each * num_requests, self._max_nodes),
             max_nodes_per_request=each,
             max_depth=depth,
             max_children=config.dynamic_tree_max_topk,
         )
 
-    def _judge(self, requests: Sequence[DecodingRequest]) -> Outlook:
+    def _judge(self, num_requests: int, num_tokens: int) -> Outlook:
         self._num_steps += 1
-        if self._num_steps >= OUTLOOK_STEPS or len(requests) != self._judged_for:
-            pairs = float(sum(request.num_tokens for request in requests))
-            self._judged = self._outlook.best(len(requests), pairs)
-            self._judged_for, self._num_steps = len(requests), 0
+        if self._num_steps >= OUTLOOK_STEPS or num_requests != self._judged_for:
+            self._judged = self._outlook.best(num_requests, float(num_tokens))
+            self._judged_for, self._num_steps = num_requests, 0
         return self._judged
 
     def measured(self, plan: StepPlan, output: StepOutput) -> None:
@@ -259,17 +259,11 @@ def _draft_load(load: StepLoad, output: StepOutput) -> DraftLoad:
 
 def _part(draft: DraftTree, is_kept: list[bool]) -> DraftTree | None:
     """The kept nodes, among which every one but a child of the root has its parent."""
-    number = sum(is_kept)
-    if number == draft.num_nodes:
+    number = is_kept.count(True)
+    if number == len(is_kept):
         return draft
     if number == 0:
         return None
-    if all(is_kept[:number]):
+    if not is_kept[number:].count(True):
         return draft.first(number)
-    kept = [node for node, is_own in enumerate(is_kept) if is_own]
-    places = {node: place for place, node in enumerate(kept)}
-    return DraftTree(
-        tuple(draft.token_ids[node] for node in kept),
-        tuple(places[draft.parents[node]] if draft.parents[node] >= 0 else -1 for node in kept),
-        tuple(draft.probabilities[node] for node in kept),
-    )
+    return draft.picked([node for node, is_own in enumerate(is_kept) if is_own])

@@ -183,7 +183,7 @@ def test_30_drafts_that_are_never_accepted_are_reset_and_tokens_stay_right() -> 
     budget.select = lambda requests: [
         None if budget.acceptance.rests(request.request_id) else request.draft for request in requests
     ]
-    budget.grant = lambda requests: grant
+    budget.grant = lambda num_requests, num_tokens: grant
     prompt = demo_prompts()[0]
     plain = generated(SteppedEngine(prefix_caching=False), [prompt], 60)
     assert generated(engine, [prompt], 60) == plain

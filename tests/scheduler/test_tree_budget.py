@@ -162,13 +162,13 @@ def test_drafts_that_become_useless_are_given_up_and_tried_again_later() -> None
 
 
 def test_without_running_requests_nothing_is_granted() -> None:
-    assert make_budget().grant([]) is None
+    assert make_budget().grant(0, 0) is None
     assert make_budget().select([]) == []
 
 
 def test_grants_keep_to_the_limits() -> None:
     budget = make_budget(known_cost(2e-3, 1e-7), max_nodes=20)
-    grant = budget.grant(requests_with(None, None, None))
+    grant = budget.grant(3, 0)
     assert grant is not None
     assert grant.max_depth <= CONFIG.max_draft_len
     assert grant.max_children == CONFIG.dynamic_tree_max_topk

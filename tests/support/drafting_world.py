@@ -95,7 +95,7 @@ class World:
             DecodingRequest(name, 500, self.drafted[name].draft if name in self.drafted else None) for name in names
         ]
         chosen = self.budget.select(requests)
-        grant = self.budget.grant(requests)
+        grant = self.budget.grant(self.num_requests, 500 * self.num_requests)
         items, accepted = [], {}
         for name, draft in zip(names, chosen, strict=True):
             items.append(StepItem(name, [1], 499, np.zeros(1, np.int32), 1, (), SAMPLING, draft=draft))
