@@ -35,7 +35,7 @@ from turnkeep.models.config import ModelConfig
 from turnkeep.models.demo.evaluation import cases_of
 from turnkeep.models.demo.generator import conversation
 from turnkeep.models.demo.rendering import END, TurnEncoder, load_tokenizer
-from turnkeep.models.draft_heads.loading import load_draft_head
+from turnkeep.models.draft_heads.loading import load_draft_head, quickest_dtype
 from turnkeep.models.weights import load_model
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.request import SamplingParams
@@ -70,7 +70,7 @@ class Desk:
         self.page_ids = np.arange(1, MAX_TOKENS // PAGE_SIZE + 1, dtype=np.int32)
         self.cache = CacheStorage(spec, num_pages=len(self.page_ids) + 1, num_state_rows=2).tensors
         self.builder = BatchBuilder(PAGE_SIZE, has_state=True, has_pages=True)
-        head = load_draft_head(source, dtype=dtype)
+        head = load_draft_head(source, dtype=quickest_dtype(config, self.decoder.dtype))
         kv = self.cache.kv[config.num_attention_layers :]
         self.drafters: dict[str, Drafter] = {
             "head": HeadDrafter(self.decoder, head, kv, PAGE_SIZE),

@@ -30,7 +30,7 @@ from turnkeep.kernels.forward_batch import CacheTensors
 from turnkeep.models.catalog import find_model
 from turnkeep.models.config import ModelConfig
 from turnkeep.models.decoder import Decoder
-from turnkeep.models.draft_heads.loading import load_draft_head
+from turnkeep.models.draft_heads.loading import load_draft_head, quickest_dtype
 from turnkeep.models.fingerprint import model_fingerprint
 from turnkeep.models.model_source import ModelSource
 from turnkeep.models.weights import load_model
@@ -88,7 +88,7 @@ def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> 
 
 def head_drafter(source: ModelSource, model: Decoder, page_size: int) -> Callable[[CacheTensors], Drafter]:
     """The model's draft head, to draft over pools in which its layers come after the model's. Raises WeightsError."""
-    head = load_draft_head(source, dtype=model.dtype)
+    head = load_draft_head(source, dtype=quickest_dtype(model.config, model.dtype))
     first = model.config.num_attention_layers
     return lambda tensors: HeadDrafter(model, head, tensors.kv[first:], page_size)
 

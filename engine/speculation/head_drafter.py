@@ -97,7 +97,7 @@ class HeadDrafter:
             slot_mapping=torch.from_numpy(self._slots(table, np.repeat(np.arange(len(pending)), seq_lens), positions)),
         )
         token_ids = np.array([token for own in pending for token in own.token_ids], dtype=np.int64)
-        self._pass(token_ids, torch.cat([own.hidden for own in pending]), positions, attention)
+        self._head.take_over(*self._inputs(token_ids, torch.cat([own.hidden for own in pending]), positions), attention)
 
     def _grow(self, requests: list[DraftRequest], pending: list[_Pending], grant: TreeGrant) -> list[DraftTree | None]:
         width = max(len(own.token_ids) for own in pending) + 1
@@ -115,7 +115,8 @@ class HeadDrafter:
         choice = ChildChoice([_sampling(request) for request in requests], grant.max_children)
         growth = TreeGrowth(len(requests), grant)
         for depth in range(1, grant.max_depth + 1):
-            logits = self._decoder.logits(hidden).view(len(requests), -1, self._decoder.config.vocab_size)
+            logits = self._decoder.logits(hidden.to(self._decoder.dtype))
+            logits = logits.view(len(requests), -1, self._decoder.config.vocab_size)
             growth.add(*choice.children(logits, roots + depth))
             frontier = growth.frontier() if depth < grant.max_depth else None
             if frontier is None:
@@ -166,9 +167,14 @@ class HeadDrafter:
     def _pass(
         self, token_ids: Int64Array, hidden: torch.Tensor, positions: Int64Array, attention: DraftAttention
     ) -> torch.Tensor:
-        embedded = self._decoder.embed(torch.from_numpy(token_ids))
-        after: torch.Tensor = self._head(embedded, hidden.to(self._head.dtype), torch.from_numpy(positions), attention)
+        after: torch.Tensor = self._head(*self._inputs(token_ids, hidden, positions), attention)
         return after
+
+    def _inputs(
+        self, token_ids: Int64Array, hidden: torch.Tensor, positions: Int64Array
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        embedded, dtype = self._decoder.embed(torch.from_numpy(token_ids)), self._head.dtype
+        return embedded.to(dtype), hidden.to(dtype), torch.from_numpy(positions)
 
     def _slots(self, table: Int64Array, owners: Int64Array, positions: Int64Array) -> Int64Array:
         slots: Int64Array = table[owners, positions // self._page_size] * self._page_size + positions % self._page_size

@@ -29,6 +29,13 @@ class DraftAttention(Protocol):
         [T, Hq, D]."""
 
 
+class DraftEntries(DraftAttention, Protocol):
+    """The same, where entries can be kept for others alone."""
+
+    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep keys and values [T, Hkv, D] of the head's attention layer `layer`."""
+
+
 @dataclass(slots=True, frozen=True)
 class DraftStep:
     """One pass through the head, as its layers see it."""
@@ -85,15 +92,36 @@ class DraftHead(nn.Module):
         embedded [T, hidden_size]: the tokens' embeddings; hidden [T, hidden_size]: the normed last hidden state at the
         position before each, the target's or what this returned for it.
         """
-        config, frequencies = self.config, self.rotary_frequencies
-        rotary = None if frequencies is None else rotary_cos_sin(positions, frequencies)
-        step = DraftStep(attention, rotary)
-        both = torch.cat((embedded, hidden), dim=-1)
-        normed = gated_rms_norm(both, None, self.input_norm_weight, config.norm_eps, config.hidden_size)
-        residual = functional.linear(normed, self.join_weight)
+        step = self._step(positions, attention)
+        residual = self._join(embedded, hidden)
         for layer in self.layers:
             residual = layer(residual, step)
-        return rms_norm(residual, self.norm_weight, config.norm_eps)
+        return rms_norm(residual, self.norm_weight, self.config.norm_eps)
+
+    @torch.inference_mode()
+    def take_over(self, embedded: Tensor, hidden: Tensor, positions: Tensor, entries: DraftEntries) -> None:
+        """Keep the entries of tokens that nothing is drafted after: `forward` up to the last attention layer's keys
+        and values, without what comes behind them."""
+        step = self._step(positions, entries)
+        residual = self._join(embedded, hidden)
+        last = self.config.num_attention_layers - 1
+        for layer in self.layers:
+            assert isinstance(layer, ResidualLayer)
+            mixer = layer.mixer
+            if isinstance(mixer, DraftAttentionMixer) and mixer.index == last:
+                own = mixer.heads(rms_norm(residual, layer.norm_weight, self.config.norm_eps), step.rotary)
+                entries.keep(last, own.keys, own.values)
+                return
+            residual = layer(residual, step)
+
+    def _step(self, positions: Tensor, attention: DraftAttention) -> DraftStep:
+        frequencies = self.rotary_frequencies
+        return DraftStep(attention, None if frequencies is None else rotary_cos_sin(positions, frequencies))
+
+    def _join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        both, size = torch.cat((embedded, hidden), dim=-1), self.config.hidden_size
+        normed = gated_rms_norm(both, None, self.input_norm_weight, self.config.norm_eps, size)
+        return functional.linear(normed, self.join_weight)
 
 
 def _draft_mixer(config: ModelConfig, position: int, dtype: torch.dtype) -> nn.Module:

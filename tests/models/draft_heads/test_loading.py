@@ -18,6 +18,7 @@ from turnkeep.models.config import ConfigError, ModelConfig
 from turnkeep.models.draft_heads.loading import (
     fill_draft_head,
     load_draft_head,
+    quickest_dtype,
     random_draft_head,
     random_draft_tensors,
 )
@@ -152,6 +153,13 @@ def test_weights_whose_names_cannot_be_read_name_the_file(tmp_path: Path) -> Non
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0no json!")
     with pytest.raises(ModelFilesError, match=r"model\.safetensors cannot be read as safetensors"):
         why_no_draft_head(source, ModelConfig.from_dict(HYBRID))
+
+
+def test_small_heads_draft_in_float32_and_large_ones_in_the_models_type() -> None:
+    assert quickest_dtype(ModelConfig.from_dict(HYBRID), torch.bfloat16) == torch.float32
+    assert (
+        quickest_dtype(ModelConfig.from_dict(HYBRID | {"intermediate_size": 50_000}), torch.bfloat16) == torch.bfloat16
+    )
 
 
 def test_the_bundled_model_has_its_head() -> None:
