@@ -19,7 +19,7 @@ from turnkeep.engine.grammar import GrammarMatchers
 from turnkeep.engine.speculation.drafter import Drafter, DraftRequest
 from turnkeep.engine.speculation.hidden_states import HiddenStates
 from turnkeep.engine.speculation.replay import Replay
-from turnkeep.engine.token_choice import ChosenTokens, TokenChoice
+from turnkeep.engine.token_choice import ChosenTokens, TokenChoice, is_over
 from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch
 from turnkeep.kernels.replay_history import HistoryFolds
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
@@ -165,12 +165,17 @@ def _draft_request(
     if item.draft is not None:
         draft = item.draft
         token_ids = [*token_ids, *(draft.token_ids[node] for node in accepted.get(item.request_id, ()))]
+    next_token = None
     tokens = chosen.tokens.get(item.request_id)
+    if tokens and item.sampling is not None:
+        last = tokens[-1].token_id
+        if not is_over(item.sampling, last, item.num_output_tokens + len(tokens)):
+            next_token = last
     return DraftRequest(
         request_id=item.request_id,
         token_ids=token_ids,
         start=item.start,
-        next_token=tokens[-1].token_id if tokens else None,
+        next_token=next_token,
         hidden=hidden,
         previous_hidden=previous,
         page_ids=item.page_ids,

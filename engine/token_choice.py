@@ -69,7 +69,7 @@ class TokenChoice:
         An error counts only where the item itself gives no token: later ones show when their token is the last known.
         """
         num_output_tokens = item.num_output_tokens + len(path)
-        if path and _ends_with_stop(sampling, path, num_output_tokens):
+        if path and is_over(sampling, path[-1], num_output_tokens):
             return None
         history = item.history
         output_ids = [*history.output_ids, *path] if history is not None else ()
@@ -120,17 +120,17 @@ def _is_plain_greedy(sampling: SamplingParams) -> bool:
 
 def _greedy_after(sampling: SamplingParams, num_output_tokens: int, path: Sequence[int]) -> SamplingRow | None:
     num_output_tokens += len(path)
-    if path and _ends_with_stop(sampling, path, num_output_tokens):
+    if path and is_over(sampling, path[-1], num_output_tokens):
         return None
     forbidden = _forbidden_ids(sampling, num_output_tokens)
     return SamplingRow(forbidden_ids=forbidden) if forbidden else GREEDY
 
 
-def _ends_with_stop(sampling: SamplingParams, path: Sequence[int], num_output_tokens: int) -> bool:
-    """The request is over with the last token of the path; num_output_tokens counts it."""
+def is_over(sampling: SamplingParams, last_token: int, num_output_tokens: int) -> bool:
+    """Whether a request is over with its last token, which num_output_tokens counts."""
     if num_output_tokens >= sampling.max_new_tokens:
         return True
-    is_stop = not sampling.ignore_eos and path[-1] in sampling.stop_token_ids
+    is_stop = not sampling.ignore_eos and last_token in sampling.stop_token_ids
     return is_stop and num_output_tokens >= sampling.min_new_tokens
 
 

@@ -26,7 +26,7 @@ class DraftRequest:
     request_id: str
     token_ids: Sequence[int]  # what was computed: a part of the prompt, or the root and what was accepted
     start: int
-    next_token: int | None  # sampled after them; None: the prompt goes on, nothing is to be proposed
+    next_token: int | None  # sampled after them; None: the prompt goes on or the request is over, nothing is proposed
     hidden: torch.Tensor | None  # [len(token_ids), hidden_size], normed, of the target; None where none is wanted
     previous_hidden: torch.Tensor | None  # [hidden_size], normed, of token start - 1; zeros at the start of a sequence
     page_ids: npt.NDArray[np.int32]  # pages that cover at least the computed tokens
