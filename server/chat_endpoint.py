@@ -70,7 +70,13 @@ class ChatStream:
         self._usage = Usage()
         # What a chunk of plain text is besides its text: (before, after), by choice.
         self._plain_frames: dict[int, tuple[bytes, bytes]] = {}
-        self._may_be_plain = not (body.return_token_ids or (options is not None and options.continuous_usage_stats))
+        self._encode = event_stream.encode_event
+        if options is not None and options.include_obfuscation:
+            self._encode = event_stream.encode_padded_event
+        self._may_be_plain = not (
+            body.return_token_ids
+            or (options is not None and (options.continuous_usage_stats or options.include_obfuscation))
+        )
         self._builder = ChunkBuilder(
             frame,
             num_choices=num_choices,
@@ -95,7 +101,7 @@ class ChatStream:
             else:
                 self._usage.add(event)
                 chunks.append(self._builder.ended(event))
-        return b"".join(map(event_stream.encode_event, chunks))
+        return b"".join(map(self._encode, chunks))
 
     def _plain_frame(self, delta: TurnDelta) -> bytes:
         """The frame of a piece of content, byte for byte as through the builder, for what almost every event is."""
