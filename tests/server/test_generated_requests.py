@@ -1,6 +1,7 @@
 """Requests generated from the API's own description, right and wrong: never a 5xx, every refusal in its envelope.
 
-TURNKEEP_GENERATED_REQUESTS sets how many (default 1200); TURNKEEP_GENERATED_SEED starts another series.
+TURNKEEP_GENERATED_REQUESTS sets how many (default 1200); TURNKEEP_GENERATED_SEED starts another series. With many of
+them the memory must stay flat, too: what one request leaves is bounded, and the bounds are reached early.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from pathlib import Path
 from typing import Any
 
 from live_server import LiveServer, live_server, saying
@@ -18,6 +20,8 @@ NUM_REQUESTS = int(os.environ.get("TURNKEEP_GENERATED_REQUESTS", "1200"))
 SEED = int(os.environ.get("TURNKEEP_GENERATED_SEED", "1"))
 MAX_DEPTH = 5
 MAX_ERROR_BYTES = 64 * 1024
+ENOUGH_TO_WEIGH = 10_000  # requests; fewer do not fill the bounded tables
+MAX_GROWTH_BYTES = 48 * 2**20  # from when half of them are answered
 ANSWER = '<think>a</think>b <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 2**70, 1e300, 0.5, "", "x", "demo", "user", "\0", "ü😀", "a" * 300),
@@ -87,6 +91,11 @@ class Generator:
         return result
 
 
+def resident_bytes() -> int:
+    """Memory of this process, server and client together."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 async def send(server: LiveServer, method: str, path: str, body: Any) -> tuple[int, str]:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
@@ -116,7 +125,10 @@ async def test_no_generated_request_breaks_the_server(text_model: TextModel) -> 
             if (method, path) != ("get", "/v1/responses")  # a WebSocket
         ]
         with_body = [one for one in operations if "requestBody" in one[2]]
-        for _ in range(NUM_REQUESTS):
+        half_way = 0
+        for number in range(NUM_REQUESTS):
+            if number == NUM_REQUESTS // 2:
+                half_way = resident_bytes()
             method, path, operation = choice.choice(with_body if choice.random() < 0.9 else operations)
             for parameter in operation.get("parameters", ()):
                 path = path.replace(f"{{{parameter['name']}}}", choice.choice(["x", "conv_1", "resp_1", "%00", "demo"]))
@@ -127,5 +139,8 @@ async def test_no_generated_request_breaks_the_server(text_model: TextModel) -> 
             seen.add(status)
             check(status, text, f"{method} {path} {json.dumps(body)[:3000]}")
         await server.until(lambda: server.service.num_open_turns == 0)
+        growth = resident_bytes() - half_way
         assert (await server.get("/health"))[0] == 200
+    print(f"{NUM_REQUESTS} requests, {growth / 2**20:.1f} MiB more than half way")
+    assert NUM_REQUESTS < ENOUGH_TO_WEIGH or growth <= MAX_GROWTH_BYTES
     assert {200, 400, 404} <= seen, "the requests should reach success and refusals alike"
