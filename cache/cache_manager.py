@@ -23,7 +23,7 @@ from turnkeep.cache.page_pool import PagePool
 from turnkeep.cache.pending_copies import PendingCopies
 from turnkeep.cache.policies import make_policy
 from turnkeep.cache.prefill_cost import PrefillCost
-from turnkeep.cache.prefix_match import LossReason, PrefixMatch, PrefixSearch
+from turnkeep.cache.prefix_match import PrefixMatch, PrefixSearch
 from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.replay_slots import ReplaySlots
 from turnkeep.cache.retention import Retention, TurnHandle
@@ -35,7 +35,7 @@ from turnkeep.cache.statistics import CacheCounters, CacheStats, read_stats
 from turnkeep.cache.tiers.cold_tiers import ColdTiers
 from turnkeep.cache.turn_snapshots import TurnSnapshots
 
-__all__ = ["CacheManager", "CacheStats", "LossReason", "PrefixMatch", "SequenceCache", "TokenIds", "TurnHandle"]
+__all__ = ["CacheManager", "CacheStats", "PrefixMatch", "SequenceCache", "TokenIds", "TurnHandle"]
 
 
 class CacheManager:
@@ -79,7 +79,7 @@ class CacheManager:
             spec, pages=self._pages, rows=self._rows, policy=policy, clock=clock, counters=counters
         )
         self._tree = reclaimer.tree
-        self._search = PrefixSearch(self._tree, reclaimer.memory, needs_snapshot=self.has_state)
+        self._search = PrefixSearch(self._tree, reclaimer.memory, reclaimer.skipped, needs_snapshot=self.has_state)
         self._committer = Committer(spec.page_size, reclaimer, counters)
         self._retention = Retention(
             reclaimer,
@@ -188,6 +188,7 @@ class CacheManager:
             if not self._reclaimer.can_make_room(num_new, 0) and not self._snapshots.give_up_resumed(seq, num_new):
                 return False
             self._reclaimer.make_room(num_new, 0)
+        self._counters.count_new_pages(num_new, seq.num_pages + num_new - self.pages_for(seq.num_prompt_tokens))
         seq.append_pages(self._pages.allocate(num_new))
         seq.capacity_tokens = seq.num_pages * self.page_size
         return True

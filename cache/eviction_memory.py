@@ -24,9 +24,21 @@ class EvictionMemory:
 
     def remember(self, parent: PageNode, suffix: bytes) -> None:
         """The prefix of `parent` plus `suffix` could be resumed from and cannot any more. O(1)."""
-        known = self._suffixes.pop(parent.digest, ())
+        self._remember(parent.digest, suffix)
+
+    def remember_position(self, node: PageNode, encoded: bytes | bytearray, position: int) -> None:
+        """The same for a position after `node`, whose tokens `encoded` begins with. O(pages after `node`)."""
+        digest, width = node.digest, self._page_bytes
+        offset, end = node.end * TOKEN_BYTES, position * TOKEN_BYTES
+        while offset + width < end:
+            digest = hash((digest, bytes(encoded[offset : offset + width])))
+            offset += width
+        self._remember(digest, bytes(encoded[offset:end]))
+
+    def _remember(self, digest: int, suffix: bytes) -> None:
+        known = self._suffixes.pop(digest, ())
         others = tuple(other for other in known if other != suffix)
-        self._suffixes[parent.digest] = (*others[1 - MAX_SUFFIXES :], suffix)
+        self._suffixes[digest] = (*others[1 - MAX_SUFFIXES :], suffix)
         if len(self._suffixes) > self._max_pages:
             self._suffixes.popitem(last=False)
 

@@ -68,6 +68,7 @@ class Opener:
         seq = SequenceCache(path, bytearray(match.encoded))
         seq.num_committed_tokens = seq.num_computed_tokens = seq.capacity_tokens = match.num_tokens
         seq.num_folded_tokens = match.num_tokens
+        seq.num_prompt_tokens = len(match.token_ids)
         seq.num_reused_tokens, seq.is_preparation = match.num_tokens, is_preparation
         if match.snapshot is not None:
             reclaimer.pin(match.snapshot)
@@ -141,5 +142,11 @@ class Opener:
         counters.num_prompt_tokens += len(match.token_ids)
         counters.num_matched_tokens += match.num_matched_tokens
         counters.num_reused_tokens += match.num_tokens
+        if match.num_tokens:
+            counters.hits_by_alignment["unaligned" if match.num_tokens % self._page_size else "aligned"] += 1
+        if self._reclaimer.has_pages:
+            num_reused = match.num_tokens // self._page_size
+            counters.num_reused_pages += num_reused
+            counters.num_missed_pages += max(len(match.token_ids) - 1, 0) // self._page_size - num_reused
         if match.num_lost_tokens:
             counters.lost_tokens[match.loss_reason] += match.num_lost_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +10,10 @@ import numpy.typing as npt
 from turnkeep.cache.conversation_leaves import KnownPath
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES, TokenIds, encode_tokens
 from turnkeep.cache.eviction_memory import EvictionMemory
+from turnkeep.cache.loss_reason import LossReason
 from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.prefix_tree import PrefixTree
 from turnkeep.cache.snapshot import Snapshot
-
-LossReason = Literal["none", "no_snapshot", "evicted", "tier"]
 
 MIN_BRANCH_TOKENS = 32  # fewer computed again are not worth a snapshot
 
@@ -33,6 +31,7 @@ class PrefixMatch:
     num_tokens: int = 0  # computation starts here
     num_matched_tokens: int = 0  # what the pages alone match
     num_evicted_tokens: int = 0  # deepest position known to have been usable until it was evicted; 0: none known
+    num_skipped_tokens: int = 0  # deepest position whose snapshot found no row; 0: none known
     num_cold_tokens: int = 0  # position that a colder tier had and that could not be brought here; 0: none
     snapshot: Snapshot | None = None
     path: PageNode | None = None
@@ -42,7 +41,8 @@ class PrefixMatch:
     @property
     def num_lost_tokens(self) -> int:
         """Tokens that were computed before, as far as the cache knows, and must be computed again."""
-        return max(self.num_cold_tokens, self.num_evicted_tokens, self.num_matched_tokens) - self.num_tokens
+        known = (self.num_cold_tokens, self.num_evicted_tokens, self.num_skipped_tokens, self.num_matched_tokens)
+        return max(known) - self.num_tokens
 
     @property
     def loss_reason(self) -> LossReason:
@@ -50,6 +50,8 @@ class PrefixMatch:
             return "tier"
         if self.num_evicted_tokens > self.num_tokens:
             return "evicted"
+        if self.num_skipped_tokens > self.num_tokens:
+            return "capacity"
         return "no_snapshot" if self.num_matched_tokens > self.num_tokens else "none"
 
     @property
@@ -76,9 +78,12 @@ class PrefixMatch:
 class PrefixSearch:
     """Finds matches in one tree. needs_snapshot: the model has state, so a match must end at a snapshot."""
 
-    def __init__(self, tree: PrefixTree, memory: EvictionMemory, *, needs_snapshot: bool) -> None:
+    def __init__(
+        self, tree: PrefixTree, memory: EvictionMemory, skipped: EvictionMemory, *, needs_snapshot: bool
+    ) -> None:
         self._tree = tree
         self._memory = memory
+        self._skipped = skipped
         self._needs_snapshot = needs_snapshot
 
     def find(
@@ -92,7 +97,10 @@ class PrefixSearch:
         root = self._tree.roots.get(cache_root)
         if root is None:
             num_evicted = self._memory.deepest(hash(cache_root), encoded, 0, limit)
-            return PrefixMatch(cache_root, token_ids, encoded, num_evicted_tokens=num_evicted)
+            num_skipped = self._skipped.deepest(hash(cache_root), encoded, 0, limit)
+            return PrefixMatch(
+                cache_root, token_ids, encoded, num_evicted_tokens=num_evicted, num_skipped_tokens=num_skipped
+            )
         node = self._tree.descend(root if known is None else known.node, encoded, limit)
         rest = bytes(encoded[node.end * TOKEN_BYTES : min(limit, node.end + self._tree.page_size) * TOKEN_BYTES])
         tail, num_common = self._tree.closest_child(node, rest)
@@ -104,6 +112,7 @@ class PrefixSearch:
             path, tail = (root, None) if snapshot is None else self._place(snapshot)
             num_tokens = 0 if snapshot is None else snapshot.num_tokens
         num_evicted = self._memory.deepest(path.digest, encoded, path.end, limit)
+        num_skipped = self._skipped.deepest(path.digest, encoded, path.end, limit)
         return PrefixMatch(
             cache_root,
             token_ids,
@@ -111,6 +120,7 @@ class PrefixSearch:
             num_tokens,
             num_matched,
             num_evicted,
+            num_skipped,
             snapshot=snapshot,
             path=path,
             tail=tail,

@@ -53,6 +53,7 @@ class Reclaimer:
         self.rows = rows
         self.tree = PrefixTree(spec.page_size, pages if self.has_pages else None, observer=self)
         self.memory = EvictionMemory(spec.page_size)
+        self.skipped = EvictionMemory(spec.page_size)  # where a snapshot found no row
         self.snapshots: set[Snapshot] = set()
         self.num_pinned_snapshots = 0
         self.on_removed: Callable[[Snapshot], None] | None = None

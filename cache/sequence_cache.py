@@ -52,6 +52,7 @@ class SequenceCache:
     exports: list[Export] = field(default_factory=list)
     boundaries: tuple[Boundary, ...] = ()  # where the cache itself wants snapshots, beyond the match
     is_preparation: bool = False  # of no request: in no count of requests, in no forecast
+    num_prompt_tokens: int = 0  # known when it opened
     num_reused_tokens: int = 0  # computed before it opened
     is_closed: bool = False
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(8, np.int32))

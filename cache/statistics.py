@@ -23,7 +23,11 @@ class CacheCounters:
     num_prompt_tokens: int = 0
     num_matched_tokens: int = 0  # by pages alone
     num_reused_tokens: int = 0
-    num_page_copies: int = 0
+    num_new_pages: int = 0  # taken from the pool
+    num_generation_pages: int = 0  # of those, beyond the prompt
+    num_reused_pages: int = 0  # full pages of prompts that were shared
+    num_missed_pages: int = 0  # full pages of prompts that were computed
+    num_page_copies: int = 0  # pages reused in part, copied
     num_row_copies: int = 0
     num_adopted_pages: int = 0  # partly filled pages written on without a copy
     num_freed_duplicates: int = 0  # pages computed twice and shared afterwards
@@ -33,12 +37,18 @@ class CacheCounters:
     num_used_prepared_tokens: int = 0  # of those, in snapshots that a request resumed from
     num_unused_prepared_tokens: int = 0  # of those, in snapshots that went without having been used
     num_snapshot_bytes: int = 0  # of state rows, written for snapshots
+    hits_by_alignment: Counter[str] = field(default_factory=Counter)  # aligned: at the end of a page; unaligned
     created_snapshots: Counter[str] = field(default_factory=Counter)  # by kind
     evicted_snapshots: Counter[str] = field(default_factory=Counter)  # by kind
     dropped_snapshots: Counter[str] = field(default_factory=Counter)  # by kind: the next prompt will not repeat them
     unused_snapshots: Counter[str] = field(default_factory=Counter)  # by kind: gone without a hit
     skipped_snapshots: Counter[str] = field(default_factory=Counter)  # by reason: no_row, duplicate, not_worth
-    lost_tokens: Counter[str] = field(default_factory=Counter)  # by reason: no_snapshot, evicted
+    lost_tokens: Counter[str] = field(default_factory=Counter)  # by reason: no_snapshot, capacity, evicted, tier
+
+    def count_new_pages(self, num_new: int, num_beyond_prompt: int) -> None:
+        """A sequence took num_new pages; its table reaches so many beyond its prompt (negative: not that far)."""
+        self.num_new_pages += num_new
+        self.num_generation_pages += min(max(num_beyond_prompt, 0), num_new)
 
 
 @dataclass(slots=True, frozen=True)

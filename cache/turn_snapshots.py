@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.commit import Committer
-from turnkeep.cache.encoded_tokens import TokenIds
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES, TokenIds
 from turnkeep.cache.eviction import TurnObserver
 from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.retention import Retention, TurnHandle
@@ -49,6 +49,8 @@ class TurnSnapshots:
             row = reclaimer.rows.allocate()
         else:
             skipped["no_row"] += 1
+            if position <= len(seq.encoded) // TOKEN_BYTES:
+                reclaimer.skipped.remember_position(seq.path, seq.encoded, position)
             return None
         seq.exports.append(Export(position, row, kind))
         return row

@@ -182,7 +182,13 @@ def _message(event: scheduler_events.SchedulerEvent) -> FromEngine:
         logprobs = TokenLogprobs(token.logprob, list(token.top_logprobs))
         return Tokens(event.request_id, [token.token_id], [logprobs])
     if isinstance(event, scheduler_events.Admitted):
-        return Admitted(event.request_id, event.num_cached_tokens, event.num_matched_tokens)
+        return Admitted(
+            event.request_id,
+            event.num_cached_tokens,
+            event.num_matched_tokens,
+            event.num_lost_tokens,
+            event.loss_reason,
+        )
     return Finished(
         request_id=event.request_id,
         reason=event.reason,

@@ -9,6 +9,7 @@ import msgspec
 
 from turnkeep.cache.boundary import Boundary
 from turnkeep.cache.encoded_tokens import EncodedTokens
+from turnkeep.cache.loss_reason import LossReason
 from turnkeep.scheduler.request import FinishReason, SamplingParams
 
 
@@ -111,11 +112,16 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Admitted(msgspec.Struct, tag="admitted"):
-    """The request runs. num_cached_tokens were reused; the attention pages alone matched num_matched_tokens."""
+    """The request runs. num_cached_tokens were reused; the attention pages alone matched num_matched_tokens.
+
+    num_lost_tokens behind the cached ones were computed before, as far as the engine remembers.
+    """
 
     request_id: str
     num_cached_tokens: int
     num_matched_tokens: int
+    num_lost_tokens: int = 0
+    loss_reason: LossReason = "none"
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

@@ -117,6 +117,8 @@ class Admission:
             return "admitted"
         # With nothing running everything can be evicted but what the match itself would hold on to.
         if is_alone and self._open(request, cache.cold_match(request.cache_root, request.token_ids), reserved_pages):
+            if match.num_tokens and request.admitted_s is None:
+                request.num_lost_tokens, request.loss_reason = match.num_tokens, "capacity"
             return "admitted"
         return "blocked"
 
@@ -136,6 +138,7 @@ class Admission:
         if request.admitted_s is None:
             request.num_cached_tokens = sequence.num_computed_tokens
             request.num_matched_tokens = max(match.num_matched_tokens, sequence.num_computed_tokens)
+            request.num_lost_tokens, request.loss_reason = match.num_lost_tokens, match.loss_reason
         return True
 
     def _waits_for_prefix(self, request: Request, num_usable: int, prefilling: Sequence[Request]) -> bool:

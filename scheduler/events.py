@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from turnkeep.cache.loss_reason import LossReason
 from turnkeep.scheduler.request import FinishReason
 from turnkeep.scheduler.step_plan import SampledToken
 
@@ -15,6 +16,8 @@ class Admitted:
     request_id: str
     num_cached_tokens: int
     num_matched_tokens: int
+    num_lost_tokens: int = 0  # computed before, as far as the engine knows, and computed again
+    loss_reason: LossReason = "none"
 
 
 @dataclass(slots=True)

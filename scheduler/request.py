@@ -12,6 +12,7 @@ import msgspec
 
 from turnkeep.cache.boundary import Boundary
 from turnkeep.cache.encoded_tokens import EncodedTokens
+from turnkeep.cache.loss_reason import LossReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,6 +74,8 @@ class Request:
     is_just_opened: bool = False  # no step has computed anything of it since its cache was opened
     num_cached_tokens: int = 0  # reused at first admission
     num_matched_tokens: int = 0  # what the attention pages alone matched at first admission
+    num_lost_tokens: int = 0  # known to have been computed before, at first admission
+    loss_reason: LossReason = "none"
     num_suspensions: int = 0
     num_loads: int = 0  # from colder tiers that were started for it
     num_cold_tokens: int = 0  # what the deepest of them was to bring

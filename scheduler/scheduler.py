@@ -283,7 +283,17 @@ class Scheduler:
                 self._stats.num_admitted += 1
                 self._stats.num_prompt_tokens += request.num_prompt_tokens
                 self._stats.num_cached_tokens += request.num_cached_tokens
-                self._events.append(Admitted(request.request_id, request.num_cached_tokens, request.num_matched_tokens))
+                self._events.append(
+                    Admitted(
+                        request.request_id,
+                        request.num_cached_tokens,
+                        request.num_matched_tokens,
+                        request.num_lost_tokens,
+                        request.loss_reason,
+                    )
+                )
+            else:
+                self._stats.num_resumptions += 1
         if self._waiting and not self._running and not self._admission.is_load_awaited:
             # Nothing runs, so nothing will change: waiting on would be for ever.
             request = self._waiting[0]

@@ -19,6 +19,7 @@ class SchedulerStats:
     num_admitted: int = 0
     num_finished: dict[FinishReason, int] = field(default_factory=dict)
     num_suspensions: int = 0
+    num_resumptions: int = 0  # of suspended requests
     num_bypasses: int = 0
     num_prefix_waits: int = 0
     num_preparations: dict[str, int] = field(default_factory=dict)  # preparation.PreparationCounters

@@ -6,6 +6,9 @@ from typing import Any
 
 from turnkeep.server.conversations import Conversation, TurnRecord
 
+# Of prompt tokens: what they are in the engine (cache/loss_reason.py), and what only the server can tell.
+LOSS_REASONS = ("evicted", "no_snapshot", "capacity", "tier", "salt")
+
 
 def cache_report(conversation: Conversation) -> dict[str, Any]:
     """Body of GET /v1/conversations/{id}/cache, for a conversation that may still run."""
@@ -27,8 +30,7 @@ def cache_report(conversation: Conversation) -> dict[str, Any]:
             "cached_share": totals["cached_tokens"] / num_prompt if num_prompt else 0.0,
             "lost": {
                 "template": totals["lost_template"],
-                "evicted": totals["lost_evicted"],
-                "no_snapshot": totals["lost_no_snapshot"],
+                **{reason: totals[f"lost_{reason}"] for reason in LOSS_REASONS},
             },
         },
         "turns": [turn_report(record) for record in conversation.turns],
@@ -36,7 +38,7 @@ def cache_report(conversation: Conversation) -> dict[str, Any]:
 
 
 def turn_report(record: TurnRecord) -> dict[str, Any]:
-    """One turn. lost.template counts tokens the engine holds and the prompt does not repeat; the other two are prompt
+    """One turn. lost.template counts tokens the engine holds and the prompt does not repeat; the others are prompt
     tokens that had been computed before and are computed again. From token first_difference on, which belongs to
     message first_different_message of the request, the prompt reads otherwise than what the engine holds."""
     return {
@@ -52,8 +54,7 @@ def turn_report(record: TurnRecord) -> dict[str, Any]:
         "held_tokens": record.num_held_tokens,
         "lost": {
             "template": record.num_lost_template,
-            "evicted": record.num_lost_evicted,
-            "no_snapshot": record.num_lost_no_snapshot,
+            **{reason: record.lost_tokens.get(reason, 0) for reason in LOSS_REASONS},
         },
         "first_difference": record.first_difference,
         "first_different_message": record.first_different_message,

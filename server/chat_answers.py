@@ -44,11 +44,15 @@ class AnswerFrame:
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
+    """Where tokens were computed again, lost_tokens (ours) says how many and why."""
+    details: dict[str, Any] = {"cached_tokens": usage.num_cached_tokens}
+    if usage.lost_tokens:
+        details["lost_tokens"] = dict(usage.lost_tokens)
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "prompt_tokens_details": details,
         "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }
 

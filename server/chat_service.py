@@ -120,7 +120,9 @@ class ChatService:
         tag = resolve_conversation(headers, {name: getattr(body, name) for name in TAG_FIELDS})
         self.conversations.note_tag(tag)
         root = cache_root(tenant or None, body.cache_salt)
-        known = None if tag.conversation_id is None else await self._open_conversation(root, tag.conversation_id)
+        known = (
+            None if tag.conversation_id is None else await self._open_conversation(root, tag.conversation_id, tenant)
+        )
         if known is not None:
             self._expect(root, known.conversation_id)
         now = self._clock() if known is None else known.started_s
@@ -137,10 +139,10 @@ class ChatService:
         with contextlib.suppress(errors.ApiError):
             self._supervisor.engine().expect(root, conversation_id)
 
-    async def _open_conversation(self, root: str, conversation_id: str) -> Conversation:
+    async def _open_conversation(self, root: str, conversation_id: str, tenant: str) -> Conversation:
         """The conversation, with the clock that it began with: here, before a restart, or on another server."""
         is_new = self.conversations.find(root, conversation_id) is None
-        conversation = self.conversations.open(root, conversation_id)
+        conversation = self.conversations.open(root, conversation_id, tenant)
         if is_new and self.registry is not None:
             # Without the registry only a template that writes the date could read differently than before.
             with contextlib.suppress(StoreDownError):
@@ -266,12 +268,15 @@ class ChatService:
                 request_id=choice.request_id,
                 prompt_ids=turn.prompt.encoded.token_ids,
                 output_ids=output_ids,
-                num_matched_tokens=choice.num_matched_tokens,
+                num_matched_tokens=0 if choice.admitted is None else choice.admitted.num_matched_tokens,
                 num_cached_tokens=finished.num_cached_tokens,
                 finish_reason=choice.text.end_reason,
                 stable_tokens=end.stable_tokens,
                 ttft_s=turn.time_to_first_token_s,
+                lost_tokens=choice.lost_tokens,
             )
+            choice.lost_tokens = record.lost_tokens
+            self.metrics.count_turn(turn.conversation.num_turns, record)
             if (position := record.first_difference) is not None:
                 record.first_different_message = await self.in_text_worker(
                     lambda: self.text_model.message_at(turn.request, turn.prompt, position)

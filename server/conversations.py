@@ -135,12 +135,13 @@ def cache_root(tenant: str | None, cache_salt: str | None) -> str:
 
 @dataclass(slots=True)
 class TurnRecord:
-    """The tokens of one turn. reused + no_snapshot + evicted + new = prompt; all but the reused are computed.
+    """The tokens of one turn. cached + lost + new = prompt; all but the cached ones are computed.
 
-    num_held_tokens: what the engine had computed on this branch. Of these, template tokens are not repeated by the
-    prompt. From `first_difference` on the prompt reads differently than the branch it shares most with (None: it is
-    the first, or repeats all of it), which is in the message of index `first_different_message` (None: not known, or
-    behind all messages).
+    lost_tokens: tokens that had been computed before, by why they are computed again (cache/loss_reason.py; salt: under
+    another cache salt of the same tenant). num_held_tokens: what the engine had computed on this branch. Of these,
+    template tokens are not repeated by the prompt. From `first_difference` on the prompt reads differently than the
+    branch it shares most with (None: it is the first, or repeats all of it), which is in the message of index
+    `first_different_message` (None: not known, or behind all messages).
     """
 
     request_id: str
@@ -153,8 +154,7 @@ class TurnRecord:
     num_held_tokens: int
     num_new_tokens: int
     num_lost_template: int
-    num_lost_evicted: int
-    num_lost_no_snapshot: int
+    lost_tokens: dict[str, int]
     first_difference: int | None
     finish_reason: str
     stable_tokens: int | None = None
@@ -180,6 +180,7 @@ class Conversation:
         self.turns: deque[TurnRecord] = deque(maxlen=MAX_TURNS)
         self.num_turns = 0
         self.totals: Counter[str] = Counter()
+        self.resalted_from: Conversation | None = None  # the same id of the same tenant, under another cache salt
         self._branches: list[_Branch] = []
         self._num_branches = 0
         self._clock = clock
@@ -209,8 +210,10 @@ class Conversation:
         finish_reason: str,
         stable_tokens: int | None = None,
         ttft_s: float | None = None,
+        lost_tokens: Mapping[str, int] | None = None,
     ) -> TurnRecord:
-        """Account for a finished turn. Lengths as the engine reported them, in tokens."""
+        """Account for a finished turn. Lengths as the engine reported them, in tokens; lost_tokens: what it remembers
+        of why it did not reuse more. What is known here and not there was evicted, or lies under another salt."""
         prompt = array("i", prompt_ids)
         is_first = not self._branches
         branch, nearest = self._continued_branch(prompt)
@@ -219,8 +222,15 @@ class Conversation:
         is_different = not is_first and nearest < len(prompt) and (branch is None or nearest < num_held)
         num_matched = max(num_matched_tokens, num_cached_tokens)
         # The last prompt token is always computed, so it is never lost.
-        usable = min(shared, len(prompt) - 1) if prompt else 0
-        known = max(usable, num_matched)
+        limit = max(len(prompt) - 1, 0)
+        lost = Counter(lost_tokens or {})
+        # What the engine does not know of in this root: held once, or held under another salt.
+        in_engine = max(num_matched, num_cached_tokens + lost.total())
+        lost["no_snapshot"] += in_engine - num_cached_tokens - lost.total()
+        here = max(min(shared, limit), in_engine)
+        lost["evicted"] += here - in_engine
+        known = max(here, min(self._shared_elsewhere(prompt), limit))
+        lost["salt"] += known - here
         number = branch.number if branch is not None else self._num_branches
         record = TurnRecord(
             request_id=request_id,
@@ -233,8 +243,7 @@ class Conversation:
             num_held_tokens=num_held,
             num_new_tokens=len(prompt) - known,
             num_lost_template=num_held - shared if shared < len(prompt) else 0,
-            num_lost_evicted=known - num_matched,
-            num_lost_no_snapshot=num_matched - num_cached_tokens,
+            lost_tokens=dict(+lost),
             first_difference=nearest if is_different else None,
             finish_reason=finish_reason,
             stable_tokens=stable_tokens,
@@ -257,6 +266,13 @@ class Conversation:
             return None, best_shared
         return best, best_shared
 
+    def _shared_elsewhere(self, prompt: array[int]) -> int:
+        """What the first prompt shares with the same conversation under another salt; known once, then forgotten."""
+        other, self.resalted_from = self.resalted_from, None
+        if other is None:
+            return 0
+        return max((common_prefix_tokens(branch.held, prompt) for branch in other._branches), default=0)
+
     def _keep(self, branch: _Branch | None, number: int, prompt: array[int], output_ids: Sequence[int]) -> None:
         held = prompt + array("i", output_ids[: max(0, len(output_ids) - 1)])
         self.num_turns += 1
@@ -276,8 +292,8 @@ class Conversation:
         self.totals["output_tokens"] += record.num_output_tokens
         self.totals["new_tokens"] += record.num_new_tokens
         self.totals["lost_template"] += record.num_lost_template
-        self.totals["lost_evicted"] += record.num_lost_evicted
-        self.totals["lost_no_snapshot"] += record.num_lost_no_snapshot
+        for reason, number in record.lost_tokens.items():
+            self.totals[f"lost_{reason}"] += number
 
 
 class ConversationTable:
@@ -300,22 +316,30 @@ class ConversationTable:
         self._max_held_tokens = max_held_tokens
         self._num_opens = 0
         self._table: OrderedDict[tuple[str, str], Conversation] = OrderedDict()
+        self._roots: OrderedDict[tuple[str, str], str] = OrderedDict()  # tenant, id -> the root it was used under last
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._table)
 
-    def open(self, root: str, conversation_id: str) -> Conversation:
-        """The conversation, made on first sight; it becomes the most recently used one."""
+    def open(self, root: str, conversation_id: str, tenant: str = "") -> Conversation:
+        """The conversation, made on first sight; it becomes the most recently used one. tenant: who may have used it
+        under another salt."""
         self._expire()
         key = (root, conversation_id)
         conversation = self._table.pop(key, None)
         now = self._clock()
         if conversation is None:
             conversation = Conversation(root, conversation_id, now, self._clock)
+            last_root = self._roots.get((tenant, conversation_id), root)
+            conversation.resalted_from = self._table.get((last_root, conversation_id))
             self.counters["opened"] += 1
         conversation.last_used_s = now
         self._table[key] = conversation
+        self._roots[tenant, conversation_id] = root
+        self._roots.move_to_end((tenant, conversation_id))
+        if len(self._roots) > self._max_conversations:
+            self._roots.popitem(last=False)
         self._num_opens += 1
         if self._num_opens % OPENS_PER_TRIM == 0:
             self._trim()

@@ -45,7 +45,8 @@ class Choice:
         self.events = events
         self.text = AnswerText(text_model, request, prompt, submit.sampling.stop_token_ids, index)
         self.num_prompt_tokens = len(submit.prompt_ids)
-        self.num_matched_tokens = 0
+        self.admitted: Admitted | None = None
+        self.lost_tokens: dict[str, int] = {}  # by reason: computed before and computed again
         self.num_declared_tokens = prompt.num_declared_tokens
         self.finished: Finished | None = None
         self.is_ended = False  # everything that follows Finished is done too
@@ -63,6 +64,7 @@ class Choice:
             self.text.num_reasoning_tokens,
             self.text.stop_string,
             self.num_declared_tokens,
+            self.lost_tokens,
         )
 
 
@@ -219,7 +221,9 @@ class Turn:
 
     async def _receive(self, choice: Choice, event: Admitted | Finished) -> list[TurnEvent]:
         if isinstance(event, Admitted):
-            choice.num_matched_tokens = event.num_matched_tokens
+            choice.admitted = event
+            if event.num_lost_tokens:
+                choice.lost_tokens = {event.loss_reason: event.num_lost_tokens}
             if self.is_admitted:
                 return []
             self.is_admitted = True

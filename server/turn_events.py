@@ -5,6 +5,7 @@ chat_service produces these; the shapes (chat_answers, later others) turn them i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,6 +74,7 @@ class ChoiceEnded:
     num_reasoning_tokens: int
     stop_string: str | None = None  # the one that ended it, where one did
     num_declared_tokens: int = 0  # of the prompt, up to the last place that the client has marked for caching
+    lost_tokens: Mapping[str, int] = field(default_factory=dict)  # by reason: computed before and computed again
 
 
 def num_written_tokens(num_cached_tokens: int, num_declared_tokens: int) -> int:
@@ -91,11 +93,13 @@ class Usage:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0
+    lost_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def add(self, ended: ChoiceEnded) -> None:
         # The choices share one prompt: it is counted once, with what the first choice could reuse.
         if ended.index == 0:
             self.num_prompt_tokens = ended.num_prompt_tokens
             self.num_cached_tokens = ended.num_cached_tokens
+            self.lost_tokens = ended.lost_tokens
         self.num_output_tokens += ended.num_output_tokens
         self.num_reasoning_tokens += ended.num_reasoning_tokens

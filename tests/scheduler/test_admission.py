@@ -204,3 +204,17 @@ def test_a_second_request_of_an_open_id_is_an_error_that_leaves_the_first_alone(
     assert bench.finished()["r"].num_prompt_tokens == 10
     bench.scheduler.submit(make_request("r", 5))  # an id is free again after its Finished
     assert bench.scheduler.has_work
+
+
+def test_what_a_request_lost_is_told_when_it_is_admitted() -> None:
+    """The pages of the trunk are there, no snapshot is: it is computed again."""
+    bench = make_bench()
+    trunk = list(make_request("x", 40).token_ids)
+    bench.scheduler.submit(make_request("first", trunk, 1, boundaries=[(30, "trunk")]))
+    bench.run()
+    bench.scheduler.submit(make_request("second", [*trunk[:36], 1, 2, 3], 1))
+    bench.run()
+    admitted = {event.request_id: event for event in bench.events if isinstance(event, Admitted)}
+    assert (admitted["first"].num_lost_tokens, admitted["first"].loss_reason) == (0, "none")
+    assert (admitted["second"].num_cached_tokens, admitted["second"].num_lost_tokens) == (30, 6)
+    assert admitted["second"].loss_reason == "no_snapshot"

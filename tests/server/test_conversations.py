@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from turnkeep.server.cache_report import cache_report
+from turnkeep.server.cache_report import LOSS_REASONS, cache_report
 from turnkeep.server.conversations import (
     MAX_BRANCHES,
     MAX_TURNS,
@@ -171,7 +171,13 @@ def test_sources_and_conflicts_are_counted() -> None:
 
 
 def record(
-    conversation: Conversation, prompt: list[int], output: list[int], *, cached: int, matched: int | None = None
+    conversation: Conversation,
+    prompt: list[int],
+    output: list[int],
+    *,
+    cached: int,
+    matched: int | None = None,
+    lost: dict[str, int] | None = None,
 ) -> Any:
     return conversation.record_turn(
         request_id=f"r{conversation.num_turns}",
@@ -180,6 +186,7 @@ def record(
         num_matched_tokens=cached if matched is None else matched,
         num_cached_tokens=cached,
         finish_reason="stop",
+        lost_tokens=lost,
     )
 
 
@@ -194,7 +201,7 @@ def test_a_continued_conversation_has_only_new_tokens() -> None:
     prompt = [1] * 50 + [2] * 10 + [3] * 20
     second = record(conversation, prompt, [4], cached=59)
     assert (second.branch, second.num_held_tokens, second.num_new_tokens) == (0, 59, 21)
-    assert (second.num_lost_template, second.num_lost_evicted, second.num_lost_no_snapshot) == (0, 0, 0)
+    assert (second.num_lost_template, second.lost_tokens) == (0, {})
     assert second.first_difference is None
 
 
@@ -204,17 +211,41 @@ def test_every_lost_token_has_its_reason() -> None:
     # The template drops 5 of the 9 computed answer tokens; pages match 40 of the common 54; a snapshot stood at 30.
     second = record(conversation, [1] * 50 + [2] * 4 + [3] * 20, [4], cached=30, matched=40)
     assert second.num_lost_template == 5
-    assert second.num_lost_evicted == 14
-    assert second.num_lost_no_snapshot == 10
+    assert second.lost_tokens == {"evicted": 14, "no_snapshot": 10}
     assert second.num_new_tokens == 20
     assert second.first_difference == 54
+
+
+@pytest.mark.parametrize("reason", ["tier", "capacity", "evicted", "no_snapshot"])
+def test_what_the_engine_remembers_of_a_loss_is_reported(reason: str) -> None:
+    conversation = new_conversation()
+    record(conversation, [1] * 50, [2] * 10, cached=0)
+    second = record(conversation, [1] * 50 + [2] * 10 + [3] * 20, [4], cached=30, matched=30, lost={reason: 25})
+    expected = {reason: 25}
+    expected["evicted"] = expected.get("evicted", 0) + 4  # up to the 59 tokens that were held
+    assert second.lost_tokens == expected
+    assert second.num_new_tokens == 21
+    report = cache_report(conversation)
+    assert report["totals"]["lost"] == {**dict.fromkeys(LOSS_REASONS, 0), "template": 0, **expected}
+    assert report["turns"][-1]["lost"] == report["totals"]["lost"]
+
+
+def test_a_conversation_that_comes_back_with_another_salt_is_told_so() -> None:
+    table = ConversationTable(clock=Clock())
+    record(table.open("salt one", "c", "tenant"), [1] * 50, [2] * 10, cached=0)
+    second = record(table.open("salt two", "c", "tenant"), [1] * 50 + [2] * 10 + [3] * 20, [4], cached=0)
+    assert second.lost_tokens == {"salt": 59}
+    third = record(table.open("salt two", "c", "tenant"), [1] * 50 + [2] * 10 + [3] * 20 + [4, 5], [6], cached=80)
+    assert third.lost_tokens == {}
+    other = record(table.open("other", "c", "other tenant"), [1] * 50 + [2] * 10, [4], cached=0)
+    assert other.lost_tokens == {}
 
 
 def test_the_same_prompt_again_loses_nothing_but_computes_its_last_token() -> None:
     conversation = new_conversation()
     record(conversation, [1] * 50, [2] * 10, cached=0)
     again = record(conversation, [1] * 50, [2] * 10, cached=49)
-    assert (again.num_new_tokens, again.num_lost_template, again.num_lost_evicted) == (1, 0, 0)
+    assert (again.num_new_tokens, again.num_lost_template, again.lost_tokens) == (1, 0, {})
     assert again.first_difference is None
 
 
@@ -229,7 +260,7 @@ def test_tokens_add_up_for_any_turn() -> None:
         turn = record(
             conversation, prompt, [7] * choice.randint(0, 5), cached=choice.randint(0, matched), matched=matched
         )
-        parts = (turn.num_new_tokens, turn.num_lost_evicted, turn.num_lost_no_snapshot, turn.num_cached_tokens)
+        parts = (turn.num_new_tokens, *turn.lost_tokens.values(), turn.num_cached_tokens)
         assert min(parts) >= 0
         assert turn.num_lost_template >= 0
         assert sum(parts) == turn.num_prompt_tokens
@@ -265,7 +296,12 @@ def test_the_report_is_plain_data_that_adds_up() -> None:
     assert report["totals"]["cached_tokens"] == 30
     assert report["totals"]["recomputed_tokens"] == 94
     assert report["totals"]["cached_share"] == pytest.approx(30 / 124)
-    assert report["totals"]["lost"] == {"template": 5, "evicted": 14, "no_snapshot": 10}
+    assert report["totals"]["lost"] == {
+        **dict.fromkeys(LOSS_REASONS, 0),
+        "template": 5,
+        "evicted": 14,
+        "no_snapshot": 10,
+    }
     assert [turn["recomputed_tokens"] for turn in report["turns"]] == [50, 44]
     assert report["turns"][1]["matched_tokens"] == 40
     assert cache_report(new_conversation())["totals"]["cached_share"] == 0.0
