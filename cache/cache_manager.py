@@ -18,6 +18,7 @@ from turnkeep.cache.conversation_leaves import ConversationLeaves
 from turnkeep.cache.copies import HistoryFold, PageCopy, RowCopy
 from turnkeep.cache.encoded_tokens import TokenIds, encode_tokens
 from turnkeep.cache.eviction import EvictionPolicy, TurnObserver
+from turnkeep.cache.keeping_rules import KeepingRules
 from turnkeep.cache.opening import Opener
 from turnkeep.cache.page_pool import PagePool
 from turnkeep.cache.pending_copies import PendingCopies
@@ -75,23 +76,20 @@ class CacheManager:
         self._keeps_snapshots = self.has_state and self.prefix_caching
         self._observer = policy if self._keeps_snapshots and isinstance(policy, TurnObserver) else None
         self._planner = SnapshotPlanner(config.snapshots, self._observer)
+        rules = KeepingRules(policy, config, self._rows.num_usable, clock)
         self._reclaimer = reclaimer = Reclaimer(
-            spec, pages=self._pages, rows=self._rows, policy=policy, clock=clock, counters=counters
+            spec, pages=self._pages, rows=self._rows, policy=rules, clock=clock, counters=counters
         )
         self._tree = reclaimer.tree
         self._search = PrefixSearch(self._tree, reclaimer.memory, reclaimer.skipped, needs_snapshot=self.has_state)
         self._committer = Committer(spec.page_size, reclaimer, counters)
-        self._retention = Retention(
-            reclaimer,
-            max_branches=config.max_branches,
-            max_num_turns=config.max_num_turns if config.reuse_policy == "per_conversation" else None,
-        )
+        self._retention = Retention(reclaimer, config, clock)
         self._leaves = ConversationLeaves(reclaimer)
         reclaimer.on_removed = self._retention.forget
         self._copies = PendingCopies(reclaimer)
         history = spec.history
         self._replay = ReplaySlots(num_history_slots if history else 0, history.capacity if history else 0)
-        self._snapshots = TurnSnapshots(reclaimer, self._committer, self._retention, counters, self._observer)
+        self._snapshots = TurnSnapshots(reclaimer, self._committer, self._retention, counters, self._observer, rules)
         self._opener = Opener(
             spec.page_size, search=self._search, reclaimer=reclaimer, copies=self._copies, counters=counters
         )
@@ -146,6 +144,7 @@ class CacheManager:
         token_ids: TokenIds,
         *,
         conversation_id: str | None = None,
+        retention_s: float = 0.0,
         is_preparation: bool = False,
     ) -> SequenceCache | None:
         """Start a sequence at the end of `match`: shared pages, a copy of the partly used one, a live state row.
@@ -153,8 +152,10 @@ class CacheManager:
         A partly filled page that nobody writes and that ends exactly here is written on without a copy. Returns None,
         with nothing changed, when a row or the page cannot be had even by evicting. A match that went stale is found
         again: num_computed_tokens of the result says where to start. Raises ValueError when token_ids do not start
-        with what was matched. is_preparation: for no request; it ends with finish_preparation, suspend or close.
+        with what was matched. retention_s: for how long the client asks that what this leaves behind stays.
+        is_preparation: for no request; it ends with finish_preparation, suspend or close.
         """
+        self._snapshots.drop_all(self._retention.expired())
         opened = self._opener.open(match, token_ids, is_preparation=is_preparation)
         if opened is None:
             return None
@@ -164,6 +165,7 @@ class CacheManager:
         if self._keeps_snapshots:
             seq.branch = self._retention.resume((match.cache_root, conversation_id), match.snapshot)
             seq.boundaries = () if is_preparation else self._planner.own(seq, match)
+            self._snapshots.resumed(seq, retention_s)
         if self.has_history:
             self._replay.open(seq)
         self._open.add(seq)
@@ -347,8 +349,8 @@ class CacheManager:
                 self._reclaimer.drop(snapshot)
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
-        """It will not return: what only it kept becomes the first victim. Unknown ones are ignored."""
-        self._retention.close_conversation((cache_root, conversation_id))
+        """It will not return: what only it kept is free at once (in models without state: goes first)."""
+        self._snapshots.drop_all(self._retention.close_conversation((cache_root, conversation_id)))
         self._leaves.close((cache_root, conversation_id))
         if self.tiers is not None:
             self.tiers.forget(cache_root, conversation_id)

@@ -5,6 +5,7 @@ The names of the snapshot policy and of the reuse policies are those of TensorRT
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal, get_args
 
 import msgspec
@@ -19,6 +20,11 @@ REUSE_POLICIES: tuple[ReusePolicy, ...] = get_args(ReusePolicy)
 def _check_whole(name: str, value: object, *, least: int) -> None:
     if type(value) is not int or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _check_number(name: str, value: object, *, most: float) -> None:
+    if not isinstance(value, float | int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ValueError(f"{name} must be a number from 0 to {most:g}, not {value!r}")
 
 
 def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -67,13 +73,20 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefix_caching False: nothing is matched or kept. reuse_policy: per_conversation lets go of a conversation's older
     turns when newer ones take their place, per_request leaves all of them to eviction, all_reusable is per_request for
     models whose every token can be resumed from. max_num_turns: of one line of a conversation that are kept side by
-    side. max_branches: lines of one conversation that are kept side by side.
+    side. max_branches: lines of one conversation that are kept side by side. max_conversation_share, max_tenant_share:
+    of the state rows; who has more gives first (1: no limit). idle_ttl_s: a conversation unused for so long is let go
+    of (0: never). max_retention_s, max_held_share: bounds in time and in rows of what clients ask to be kept.
     """
 
     prefix_caching: bool = True
     reuse_policy: ReusePolicy = "per_conversation"
     max_num_turns: int = 1
     max_branches: int = 4
+    max_conversation_share: float = 0.5
+    max_tenant_share: float = 1.0
+    idle_ttl_s: float = 0.0
+    max_retention_s: float = 3600.0
+    max_held_share: float = 0.25
     eviction_policy: EvictionPolicyName = "density"
     snapshots: SnapshotPolicy = SnapshotPolicy()
     tiers: TierConfig = TierConfig()
@@ -83,6 +96,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _check_one_of("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
         _check_whole("max_num_turns", self.max_num_turns, least=1)
         _check_whole("max_branches", self.max_branches, least=1)
+        for name in ("max_conversation_share", "max_tenant_share", "max_held_share"):
+            _check_number(name, getattr(self, name), most=1.0)
+        for name in ("idle_ttl_s", "max_retention_s"):
+            _check_number(name, getattr(self, name), most=inf)
 
 
 def resolve_cache_config(config: CacheConfig, *, has_state: bool) -> tuple[CacheConfig, tuple[str, ...]]:

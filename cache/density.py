@@ -94,7 +94,7 @@ class DensityOrder:
         record.version += 1
         self._num_evictable -= record.is_evictable
         record.is_evictable = False
-        if not item.num_pins:
+        if not item.is_attached:
             self._left(item, record)
 
     def changed(self, item: Evictable) -> None:

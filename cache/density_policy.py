@@ -301,7 +301,7 @@ class DensityPolicy:
         marks = [mark.position for mark in turn.line.marks if mark.position > turn.resumed]
         if marks:
             wanted[marks[-1]] = "turn_end"
-        elif not turn.line.snapshots:
+        elif not self._is_near([turn.resumed, *(one.num_tokens for one in turn.line.snapshots)], num_tokens):
             wanted[num_tokens] = "turn_start"
             turn.spare = num_tokens
         if is_foreign and seen - turn.resumed >= MIN_BRANCH_TOKENS and seen < num_tokens:
@@ -314,9 +314,11 @@ class DensityPolicy:
     def _has_near_spare(self, turn: Turn, seq: SequenceCache, position: int) -> bool:
         """Whether something else is there to resume from if the turn's end is not repeated, so close before `position`
         that the tokens in between take no more room than another row."""
-        spares = [snapshot.num_tokens for snapshot in turn.line.snapshots if snapshot.num_tokens <= position]
-        spares += [export.position for export in seq.exports if export.kind in PRIVATE_KINDS]
-        return bool(spares) and position - max(spares) <= self._num_near_tokens
+        exports = [export.position for export in seq.exports if export.kind in PRIVATE_KINDS]
+        return self._is_near([*exports, *(snapshot.num_tokens for snapshot in turn.line.snapshots)], position)
+
+    def _is_near(self, spares: list[int], position: int) -> bool:
+        return any(spare and 0 <= position - spare <= self._num_near_tokens for spare in spares)
 
     def _give_to_line(self, line: Line, snapshot: Snapshot, record: Record) -> None:
         record.owner = line

@@ -196,11 +196,11 @@ class Reclaimer:
         assert not snapshot.num_pins
         node = snapshot.node
         assert node.parent is not None
+        snapshot.is_attached = False
         self._policy.removed(snapshot)
         del node.snapshots[snapshot.num_tokens]
         del node.parent.suffixes[node.suffix(snapshot.num_tokens)]
         self.snapshots.remove(snapshot)
-        snapshot.is_attached = False
         if not snapshot.num_hits:
             self._counters.unused_snapshots[snapshot.kind] += 1
             self._counters.num_unused_prepared_tokens += snapshot.num_prepared_tokens

@@ -10,11 +10,12 @@ that the end of a turn drops a snapshot known to be useless.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
 from turnkeep.cache.boundary import BoundaryKind
+from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.snapshot import PRIVATE_KINDS, Snapshot
 
@@ -38,7 +39,9 @@ class Branch:
     """num_turns counts finished turns, num_active open sequences (at most one continues a branch at a time)."""
 
     conversation: ConversationKey
+    family: Hashable = None  # whose share its snapshots count to: its conversation, or the one that it forked from
     inherited: Snapshot | None = None  # where it left another branch
+    last_used_s: float = 0.0
     kept: dict[BoundaryKind, list[Snapshot]] = field(default_factory=dict)  # oldest first
     open_turn: TurnHandle | None = None
     num_active: int = 0
@@ -57,22 +60,17 @@ class Branch:
 
 
 class Retention:
-    """Branches exist while they keep a snapshot or a sequence is open on them; their number is bounded besides.
-
-    max_num_turns: of one branch whose snapshots are kept side by side; None: all, until they are evicted.
-    """
+    """Branches exist while they keep a snapshot or a sequence is open on them; their number is bounded besides."""
 
     def __init__(
-        self,
-        reclaimer: Reclaimer,
-        *,
-        max_branches: int,
-        max_num_turns: int | None = 1,
-        max_total_branches: int = 8192,
+        self, reclaimer: Reclaimer, config: CacheConfig, clock: Callable[[], float], *, max_total_branches: int = 8192
     ) -> None:
         self._reclaimer = reclaimer
-        self._max_num_turns = max_num_turns
-        self._max_branches = max_branches
+        self._ttl_s = config.idle_ttl_s
+        self._clock = clock
+        # Turns of a branch whose snapshots are kept side by side; None: all, until they are evicted.
+        self._max_num_turns = config.max_num_turns if config.reuse_policy == "per_conversation" else None
+        self._max_branches = config.max_branches
         self._max_total = max_total_branches
         self._branches: OrderedDict[Branch, None] = OrderedDict()  # least recently used first
         self._conversations: dict[ConversationKey, list[Branch]] = {}
@@ -93,7 +91,7 @@ class Retention:
         """The branch that a sequence resuming at `snapshot` (None: from nothing) belongs to; one more is active."""
         branch = self._continued(conversation, snapshot) if snapshot is not None else None
         if branch is None:
-            branch = Branch(conversation, snapshot)
+            branch = Branch(conversation, _family(conversation, snapshot), snapshot)
             self._branches[branch] = None
             if conversation[1] is not None:
                 self._conversations.setdefault(conversation, []).append(branch)
@@ -111,6 +109,7 @@ class Retention:
             if branch.open_turn is not None:
                 # Whoever resumes at the end of the turn proves that the next prompt repeats it.
                 self._settle(branch.open_turn, is_kept=True)
+        branch.last_used_s = self._clock()
         self._refresh_main_line(branch)
         return branch
 
@@ -118,7 +117,7 @@ class Retention:
         """`snapshot` came back from a colder tier for a turn of this conversation that is about to be opened."""
         if snapshot.kind not in PRIVATE_KINDS:
             return
-        branch = Branch(conversation)
+        branch = Branch(conversation, _family(conversation, None), last_used_s=self._clock())
         self._branches[branch] = None
         if conversation[1] is not None:
             self._conversations.setdefault(conversation, []).append(branch)
@@ -128,6 +127,7 @@ class Retention:
     def release(self, branch: Branch) -> None:
         """The sequence on `branch` closed."""
         branch.num_active -= 1
+        branch.last_used_s = self._clock()
         self._discard_if_idle(branch)
 
     def keep(self, branch: Branch, snapshot: Snapshot, kind: BoundaryKind) -> None:
@@ -198,10 +198,28 @@ class Retention:
             self._discard_if_idle(branch)
         snapshot.keepers.clear()
 
-    def close_conversation(self, conversation: ConversationKey) -> None:
-        """It will not return: what only it kept is superseded. Its open sequences go on and keep nothing new."""
-        for branch in list(self._conversations.get(conversation, ())):
-            self._abandon(branch)
+    def close_conversation(self, conversation: ConversationKey) -> list[Snapshot]:
+        """It will not return. What only it kept is superseded; returned is what the caller should drop of that, which
+        is all that no open sequence uses. Its open sequences go on and keep nothing new."""
+        return [one for branch in list(self._conversations.get(conversation, ())) for one in self._let_all_go(branch)]
+
+    def expired(self) -> list[Snapshot]:
+        """Let go of the lines that nobody used for the time to live; returned is what the caller should drop."""
+        useless: list[Snapshot] = []
+        while self._ttl_s and self._branches:
+            branch = next(iter(self._branches))
+            if branch.num_active:
+                self._branches.move_to_end(branch)
+                break  # the others are looked at with the next call
+            if branch.last_used_s + self._ttl_s > self._clock():
+                break
+            useless += self._let_all_go(branch)
+        return useless
+
+    def _let_all_go(self, branch: Branch) -> list[Snapshot]:
+        kept = list(dict.fromkeys(branch.snapshots()))
+        self._abandon(branch)
+        return [one for one in kept if one.is_superseded and not one.num_pins]
 
     def _continued(self, conversation: ConversationKey, snapshot: Snapshot) -> Branch | None:
         for branch in reversed(snapshot.keepers):
@@ -281,3 +299,10 @@ class Retention:
             oldest = next((branch for branch in self._branches if not branch.num_active), None)
             if oldest is not None:
                 self._abandon(oldest)
+
+
+def _family(conversation: ConversationKey, snapshot: Snapshot | None) -> Hashable:
+    """Who forks from another conversation's own snapshot belongs to its family: a sub-agent, in all likelihood."""
+    if snapshot is not None and snapshot.keepers:
+        return snapshot.keepers[-1].family
+    return conversation if conversation[1] is not None else object()

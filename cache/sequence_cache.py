@@ -54,6 +54,7 @@ class SequenceCache:
     is_preparation: bool = False  # of no request: in no count of requests, in no forecast
     num_prompt_tokens: int = 0  # known when it opened
     num_reused_tokens: int = 0  # computed before it opened
+    retention_s: float = 0.0  # for how long its client asks that its snapshots stay
     is_closed: bool = False
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(8, np.int32))
 

@@ -32,6 +32,7 @@ class CacheCounters:
     num_adopted_pages: int = 0  # partly filled pages written on without a copy
     num_freed_duplicates: int = 0  # pages computed twice and shared afterwards
     num_evicted_pages: int = 0
+    num_refused_holds: int = 0  # wishes of clients beyond what may be held
     num_released_pins: int = 0  # resumed-from snapshots given up because nothing else was left
     num_prepared_tokens: int = 0  # computed in idle time and kept as a snapshot
     num_used_prepared_tokens: int = 0  # of those, in snapshots that a request resumed from

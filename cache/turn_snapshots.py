@@ -5,13 +5,17 @@ Also the pin on the snapshot that a sequence resumed from, which stays until one
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.commit import Committer
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES, TokenIds
 from turnkeep.cache.eviction import TurnObserver
+from turnkeep.cache.keeping_rules import KeepingRules
 from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.retention import Retention, TurnHandle
 from turnkeep.cache.sequence_cache import Export, SequenceCache
+from turnkeep.cache.snapshot import PRIVATE_KINDS, Snapshot
 from turnkeep.cache.statistics import CacheCounters
 
 
@@ -25,12 +29,14 @@ class TurnSnapshots:
         retention: Retention,
         counters: CacheCounters,
         observer: TurnObserver | None,
+        rules: KeepingRules,
     ) -> None:
         self._reclaimer = reclaimer
         self._committer = committer
         self._retention = retention
         self._counters = counters
         self._observer = observer
+        self._rules = rules
 
     def reserve(self, seq: SequenceCache, position: int, kind: BoundaryKind) -> int | None:
         """A row for a snapshot at a position not computed yet; None, counted, where none is to be written."""
@@ -66,6 +72,7 @@ class TurnSnapshots:
                 if self._observer is not None:
                     self._observer.published(seq, snapshot)
                 self._retention.keep(seq.branch, snapshot, export.kind)
+                self._count_and_hold(seq, snapshot)
                 if seq.resumed_from is not None and export.position > seq.resumed_from.num_tokens:
                     self.release_resumed(seq)
 
@@ -76,6 +83,7 @@ class TurnSnapshots:
         snapshot, is_new = self._committer.publish_snapshot(seq, token_ids, seq.num_computed_tokens, row, "turn_end")
         assert snapshot is not None
         handle = self._retention.begin_turn_end(seq.branch, snapshot, is_own=is_new)
+        self._count_and_hold(seq, snapshot)
         if self._observer is not None:
             self._observer.published(seq, snapshot)
             handle.observed = self._observer.finished(seq, is_suspended=False)
@@ -98,6 +106,7 @@ class TurnSnapshots:
         snapshot, _ = self._committer.publish_snapshot(seq, token_ids, seq.num_computed_tokens, row, "suspended")
         assert snapshot is not None
         self._retention.keep(seq.branch, snapshot, "suspended")
+        self._count_and_hold(seq, snapshot)
         if self._observer is not None:
             self._observer.published(seq, snapshot)
             self._observer.finished(seq, is_suspended=True)
@@ -114,6 +123,25 @@ class TurnSnapshots:
         self._retention.keep(seq.branch, snapshot, "turn_end")
         if self._observer is not None:
             self._observer.prepared(seq, snapshot)
+
+    def resumed(self, seq: SequenceCache, retention_s: float) -> None:
+        """The sequence was opened, perhaps at a snapshot: who asks for more time gets it from now on."""
+        seq.retention_s = retention_s
+        if seq.resumed_from is not None and retention_s:
+            self._rules.hold(seq.resumed_from, retention_s)
+
+    def drop_all(self, useless: Iterable[Snapshot]) -> None:
+        """Snapshots of conversations that will not return: their rows and pages are free at once."""
+        for snapshot in useless:
+            self._counters.dropped_snapshots[snapshot.kind] += 1
+            self._reclaimer.drop(snapshot)
+
+    def _count_and_hold(self, seq: SequenceCache, snapshot: Snapshot) -> None:
+        assert seq.branch is not None
+        if snapshot.kind in PRIVATE_KINDS:
+            self._rules.assign(snapshot, seq.branch.family, seq.branch.conversation[0])
+        if seq.retention_s and not snapshot.is_superseded and not self._rules.hold(snapshot, seq.retention_s):
+            self._counters.num_refused_holds += 1
 
     def release_resumed(self, seq: SequenceCache) -> None:
         """Unpin what the sequence resumed from, if it still holds it."""

@@ -128,7 +128,9 @@ class Admission:
         num_pages = cache.num_new_pages(match, self._likely_tokens(request))
         if not cache.can_provide(num_pages + reserved_pages, int(cache.has_state), match):
             return False
-        sequence = cache.open(match, request.token_ids, conversation_id=request.conversation_id)
+        sequence = cache.open(
+            match, request.token_ids, conversation_id=request.conversation_id, retention_s=request.retention_s
+        )
         if sequence is None:
             return False
         if not cache.grow(sequence, len(request.token_ids)):

@@ -27,6 +27,32 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
         "--max-num-turns", type=_whole, default=1, metavar="N", help="turns of a conversation kept side by side"
     )
     cache.add_argument(
+        "--max-conversation-share", type=float, default=0.5, metavar="SHARE", help="of the state rows that a "
+        "conversation and its sub-agents may keep before they give first (1: all)",
+    )  # fmt: skip
+    cache.add_argument(
+        "--max-tenant-share",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="the same for all conversations of an API key",
+    )
+    cache.add_argument(
+        "--idle-ttl-s",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="let go of what nobody used for so long (0: never)",
+    )
+    cache.add_argument(
+        "--max-retention-s", type=float, default=3600.0, metavar="SECONDS", help="longest time that clients may ask "
+        "what they leave in the cache to stay",
+    )  # fmt: skip
+    cache.add_argument(
+        "--max-held-share", type=float, default=0.25, metavar="SHARE", help="of the state rows that may stay because "
+        "clients ask for it",
+    )  # fmt: skip
+    cache.add_argument(
         "--eviction-policy", choices=EVICTION_POLICIES, default="density", help="what leaves a full cache first: what "
         "saves fewest seconds a byte as learnt so far (density), the least recently used (lru), or Marconi's rule",
     )  # fmt: skip
@@ -58,6 +84,11 @@ def cache_config(options: argparse.Namespace, tiers: TierConfig | None = None) -
         prefix_caching=options.prefix_caching,
         reuse_policy=options.reuse_policy,
         max_num_turns=options.max_num_turns,
+        max_conversation_share=options.max_conversation_share,
+        max_tenant_share=options.max_tenant_share,
+        idle_ttl_s=options.idle_ttl_s,
+        max_retention_s=options.max_retention_s,
+        max_held_share=options.max_held_share,
         eviction_policy=options.eviction_policy,
         snapshots=SnapshotPolicy(
             template_boundaries=options.template_boundaries,

@@ -82,7 +82,7 @@ class ConversationsEndpoint:
         return json_response(_shown(conversation))
 
     async def delete(self, request: web.Request) -> web.Response:
-        """Forget a conversation with its items; what the engine keeps for it may go first from now on."""
+        """Forget a conversation with its items; what the engine keeps for it alone is freed."""
         id, tenant = _id(request), request[TENANT]
         if not await _kept(self._store.delete_conversation(tenant, id)):
             raise conversation_not_found(id)

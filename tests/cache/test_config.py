@@ -36,7 +36,15 @@ def test_offsets_from_the_end_are_whole_numbers(offset: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("reuse_policy", "always"), ("eviction_policy", "random"), ("max_num_turns", 0), ("max_branches", True)],
+    [
+        ("reuse_policy", "always"),
+        ("eviction_policy", "random"),
+        ("max_num_turns", 0),
+        ("max_branches", True),
+        ("max_tenant_share", 1.5),
+        ("idle_ttl_s", -1.0),
+        ("max_held_share", float("nan")),
+    ],
 )
 def test_other_settings_are_checked_too(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):

@@ -29,6 +29,11 @@ EVERYTHING = CacheConfig(
     prefix_caching=False,
     reuse_policy="per_request",
     max_num_turns=3,
+    max_conversation_share=0.25,
+    max_tenant_share=0.5,
+    idle_ttl_s=60.0,
+    max_retention_s=600.0,
+    max_held_share=0.125,
     eviction_policy="lru",
     snapshots=SnapshotPolicy(
         template_boundaries=False,
@@ -47,6 +52,11 @@ max_running = 3
 prefix_caching = false
 reuse_policy = "per_request"
 max_num_turns = 3
+max_conversation_share = 0.25
+max_tenant_share = 0.5
+idle_ttl_s = 60
+max_retention_s = 600.0
+max_held_share = 0.125
 eviction_policy = "lru"
 
 [cache.snapshots]
@@ -64,6 +74,11 @@ cache:
   prefix_caching: false
   reuse_policy: per_request
   max_num_turns: 3
+  max_conversation_share: 0.25
+  max_tenant_share: 0.5
+  idle_ttl_s: 60
+  max_retention_s: 600.0
+  max_held_share: 0.125
   eviction_policy: lru
   snapshots:
     template_boundaries: false
@@ -83,6 +98,8 @@ def test_without_options_the_settings_are_the_defaults(served: list[ServerConfig
 def test_every_setting_has_an_option_of_its_name(served: list[ServerConfig]) -> None:
     arguments = (
         "--no-prefix-caching --reuse-policy per_request --max-num-turns 3 --eviction-policy lru "
+        "--max-conversation-share 0.25 --max-tenant-share 0.5 --idle-ttl-s 60 --max-retention-s 600 "
+        "--max-held-share 0.125 "
         "--no-template-boundaries --no-branch-snapshots --no-declared-boundaries --periodic-snapshot-interval 64 "
         "--additional-snapshot-offsets-from-start 128 --additional-snapshot-offsets-from-start 256 "
         "--additional-snapshot-offsets-from-end 0"
