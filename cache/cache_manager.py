@@ -72,7 +72,7 @@ class CacheManager:
         self._pages = PagePool(num_pages if self.has_pages else 0)
         self._rows = StatePool(num_state_rows if self.has_state else 0)
         if policy is None:
-            policy = make_policy(config.eviction_policy, spec, clock, cost if cost is not None else PrefillCost())
+            policy = make_policy(config.eviction_policy, spec, clock, cost or PrefillCost())
         self._keeps_snapshots = self.has_state and self.prefix_caching
         self._observer = policy if self._keeps_snapshots and isinstance(policy, TurnObserver) else None
         self._planner = SnapshotPlanner(config.snapshots, self._observer)
@@ -155,7 +155,6 @@ class CacheManager:
         with what was matched. retention_s: for how long the client asks that what this leaves behind stays.
         is_preparation: for no request; it ends with finish_preparation, suspend or close.
         """
-        self._snapshots.drop_all(self._retention.expired())
         opened = self._opener.open(match, token_ids, is_preparation=is_preparation)
         if opened is None:
             return None

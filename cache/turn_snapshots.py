@@ -125,7 +125,9 @@ class TurnSnapshots:
             self._observer.prepared(seq, snapshot)
 
     def resumed(self, seq: SequenceCache, retention_s: float) -> None:
-        """The sequence was opened, perhaps at a snapshot: who asks for more time gets it from now on."""
+        """The sequence was opened, perhaps at a snapshot: who asks for more time gets it from now on, and who was
+        not heard of for the time to live is let go of."""
+        self.drop_all(self._retention.expired())
         seq.retention_s = retention_s
         if seq.resumed_from is not None and retention_s:
             self._rules.hold(seq.resumed_from, retention_s)

@@ -14,9 +14,11 @@ log = logging.getLogger(__name__)
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("cache")
-    flag = argparse.BooleanOptionalAction
     cache.add_argument(
-        "--prefix-caching", action=flag, default=True, help="compute every turn anew without it (for comparison)"
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute every turn anew without it (for comparison)",
     )
     cache.add_argument(
         "--reuse-policy", choices=REUSE_POLICIES, default="per_conversation", help="let go of a conversation's older "
@@ -56,6 +58,11 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
         "--eviction-policy", choices=EVICTION_POLICIES, default="density", help="what leaves a full cache first: what "
         "saves fewest seconds a byte as learnt so far (density), the least recently used (lru), or Marconi's rule",
     )  # fmt: skip
+    _add_snapshot_options(cache)
+
+
+def _add_snapshot_options(cache: argparse._ArgumentGroup) -> None:
+    flag = argparse.BooleanOptionalAction
     cache.add_argument(
         "--template-boundaries", action=flag, default=True, help="keep states where the chat template repeats itself"
     )
