@@ -15,7 +15,7 @@ import numpy as np
 from turnkeep.scheduler.acceptance import Float64Array, Int64Array
 from turnkeep.scheduler.cost_model import DraftLoad, StepCost
 
-UNKNOWN_ACCEPTANCE = 0.6  # of a node given the one above, before any was seen
+UNKNOWN_ACCEPTANCE = 0.9  # of a node given the one above, before any was seen: deep drafts are tried first
 MAX_SAMPLES, MAX_NODES = 16, 384  # steps that are remembered, and nodes of them
 CHEAP_DRAFTING = 0.02  # of a plain step: drafting that costs less is always done, its result is judged when it is there
 
