@@ -31,5 +31,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_total_draft_tokens: int | None = None  # nodes of one request's tree, without its root
     num_threads: int | None = None  # None: all cores
     cache: CacheConfig = CacheConfig()
+    state_dir: str | None = None  # where an engine keeps what steps cost, for the next one; None: learnt anew
     script: str | None = None  # a file with rules that take the place of the model; `model` is then only its text
     start_number: int = 0  # engines that the server had started before this one

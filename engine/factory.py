@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import torch
@@ -36,8 +37,9 @@ from turnkeep.models.model_source import ModelSource
 from turnkeep.models.weights import load_model
 from turnkeep.scheduler.acceptance import AcceptanceStatistics
 from turnkeep.scheduler.config import SchedulerConfig
-from turnkeep.scheduler.cost_model import StepCost
+from turnkeep.scheduler.cost_model import StepCost, StepCostFile
 from turnkeep.scheduler.scheduler import Scheduler
+from turnkeep.scheduler.speculation_config import SpeculationConfig
 from turnkeep.scheduler.tree_budget import TreeBudget
 
 log = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> 
     make_drafter, budget = None, None
     if speculation.drafter is not None:
         make_drafter = head_drafter(source, model, config.page_size)
-        budget = TreeBudget(speculation.limits, StepCost(), AcceptanceStatistics(), max(config.max_step_tokens // 2, 1))
+        budget = tree_budget(config, speculation.limits, f"{source.name} {dtype} {torch.get_num_threads()} threads")
     return assemble(
         model,
         model_config,
@@ -84,6 +86,14 @@ def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> 
         make_drafter=make_drafter,
         budget=budget,
     )
+
+
+def tree_budget(config: EngineConfig, limits: SpeculationConfig, engine_kind: str) -> TreeBudget:
+    """With the costs that an earlier engine of the same kind measured, where they are kept."""
+    kept = None if config.state_dir is None else StepCostFile(Path(config.state_dir) / "step_cost.json", engine_kind)
+    cost = kept.load() if kept is not None else StepCost()
+    # The other half of a step is for prompts.
+    return TreeBudget(limits, cost, AcceptanceStatistics(), max(config.max_step_tokens // 2, 1), kept)
 
 
 def head_drafter(source: ModelSource, model: Decoder, page_size: int) -> Callable[[CacheTensors], Drafter]:

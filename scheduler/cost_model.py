@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,28 +147,49 @@ class StepCost:
         weight, mean = self._regimes.get(_regime(num_decodes, has_nodes), (0.0, 0.0))
         return math.exp(mean * weight / (weight + REGIME_TRUST))
 
-    def save(self, path: Path, key: str) -> None:
-        """Write what is known under `key` (model, type, machine), replacing the file as a whole. Raises OSError."""
-        known = _read(path)
-        known[key] = {"compute": self._compute.costs.tolist(), "draft": self._draft.costs.tolist()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"version": FILE_VERSION, "costs": known}))
-        temporary.replace(path)
+    def values(self) -> dict[str, list[float]]:
+        """What is known, for a file."""
+        return {"compute": self._compute.costs.tolist(), "draft": self._draft.costs.tolist()}
 
     @classmethod
-    def load(cls, path: Path, key: str) -> StepCost:
-        """What an earlier engine knew under `key`; a file that cannot be used is as good as none."""
+    def of_values(cls, found: object) -> StepCost:
+        """From `values`; of what is not usable nothing is taken."""
         cost = cls()
-        found = _read(path).get(key)
         if isinstance(found, dict):
-            for name, prior in (("compute", COMPUTE_PRIOR), ("draft", DRAFT_PRIOR)):
-                values = _costs(found.get(name), len(prior))
-                if values is not None:
-                    # A cost that was found to be nothing is believed to be little, so that it can be found again.
-                    started = [max(value, 0.01 * believed) for value, believed in zip(values, prior, strict=True)]
-                    setattr(cost, f"_{name}", OnlineLeastSquares(started))
+            cost._compute = _started(found.get("compute"), COMPUTE_PRIOR)
+            cost._draft = _started(found.get("draft"), DRAFT_PRIOR)
         return cost
+
+
+@dataclass(slots=True, frozen=True)
+class StepCostFile:
+    """Costs on disk, under a key that names model, type and threads; several engines may share a file."""
+
+    path: Path
+    key: str
+
+    def load(self) -> StepCost:
+        """What an earlier engine knew; a file that cannot be used is as good as none."""
+        return StepCost.of_values(_read(self.path).get(self.key))
+
+    def save(self, cost: StepCost) -> None:
+        """Replaces the file as a whole. One that cannot be written is a warning."""
+        known = _read(self.path) | {self.key: cost.values()}
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"version": FILE_VERSION, "costs": known}))
+            temporary.replace(self.path)
+        except OSError as error:
+            log.warning("what steps cost is not kept for the next engine: %s", error)
+
+
+def _started(found: object, prior: Sequence[float]) -> OnlineLeastSquares:
+    values = _costs(found, len(prior))
+    if values is None:
+        return OnlineLeastSquares(prior)
+    # A cost that was found to be nothing is believed to be little, so that it can be found again.
+    return OnlineLeastSquares([max(value, 0.01 * own) for value, own in zip(values, prior, strict=True)])
 
 
 def _regime(num_decodes: int, has_nodes: bool) -> tuple[int, bool]:

@@ -48,6 +48,11 @@ class Drafting:
         if self._budget is not None:
             self._budget.forget(request_id)
 
+    def leave(self) -> None:
+        """The engine ends."""
+        if self._budget is not None:
+            self._budget.leave()
+
     def counter_values(self) -> dict[str, float]:
         """By name; empty without a budget."""
         return self._budget.counter_values() if self._budget is not None else {}

@@ -153,6 +153,7 @@ class Scheduler:
 
     def leave(self, limit_s: float) -> None:
         """The engine ends: save what a next one could go on from, in so much time."""
+        self._drafting.leave()
         if self._cache.tiers is not None:
             self._cache.tiers.flush(limit_s)
             self._cache.tiers.close()

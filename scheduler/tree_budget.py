@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from turnkeep.scheduler.acceptance import AcceptanceStatistics, Float64Array, ProposedNodes
-from turnkeep.scheduler.cost_model import DraftLoad, StepCost, StepLoad
+from turnkeep.scheduler.cost_model import DraftLoad, StepCost, StepCostFile, StepLoad
 from turnkeep.scheduler.draft_outlook import DraftOutlook, Outlook
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.speculation_config import SpeculationConfig
@@ -30,6 +30,7 @@ PROBE_EVERY, MAX_PROBE_EVERY = 64, 256  # steps without drafts after which some 
 PROBE_STEPS = 2
 CHECK_EVERY, FIRST_CHECK_EVERY = 128, 16  # steps with drafts after which one has none, so that its price stays known
 FRESH = 3.0  # measured plain steps with as many requests, up to which checks come as often as the first
+LEAST_MEASURED = 64  # steps that are worth keeping for the next engine
 GROWTH = 1.5  # of the nodes that paid lately, proposed for the next step
 LEARN_EVERY = 8  # verified drafts, or steps
 OUTLOOK_STEPS = 8  # for which what may be proposed stays as it is
@@ -85,12 +86,18 @@ class TreeBudget:
     """`max_nodes`: of one step, whatever pays. For each step: select, then grant, then measured."""
 
     def __init__(
-        self, config: SpeculationConfig, cost: StepCost, acceptance: AcceptanceStatistics, max_nodes: int = 4096
+        self,
+        config: SpeculationConfig,
+        cost: StepCost,
+        acceptance: AcceptanceStatistics,
+        max_nodes: int = 4096,
+        cost_file: StepCostFile | None = None,
     ) -> None:
         self.config = config
         self.counts = BudgetCounts()
         self.acceptance = acceptance
         self._cost = cost
+        self._cost_file = cost_file
         self._max_nodes = max_nodes
         self._choice = Choice()
         self._outlook = DraftOutlook(cost, config.max_draft_len)
@@ -224,6 +231,11 @@ class TreeBudget:
         """The request has ended."""
         self._learn()
         self.acceptance.forget(request_id)
+
+    def leave(self) -> None:
+        """The engine ends: keep what steps cost for the next one."""
+        if self._cost_file is not None and self._cost.num_measured >= LEAST_MEASURED:
+            self._cost_file.save(self._cost)
 
     def counter_values(self) -> dict[str, float]:
         """Flat names for the stats message; by depth as name.depth."""

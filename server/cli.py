@@ -191,7 +191,7 @@ def server_config(options: argparse.Namespace) -> ServerConfig:
     engine = engine_config(options)
     cache = msgspec.structs.replace(engine.cache, tiers=tier_config(options, folder))
     return ServerConfig(
-        engine=msgspec.structs.replace(engine, cache=cache),
+        engine=msgspec.structs.replace(engine, cache=cache, state_dir=folder),
         **{name: value for name, value in given.items() if value is not None},
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from turnkeep.scheduler.cost_model import DraftLoad, StepCost, StepLoad
+from turnkeep.scheduler.cost_model import DraftLoad, StepCost, StepCostFile, StepLoad
 from turnkeep.scheduler.drafts import DraftTree
 from turnkeep.scheduler.least_squares import OnlineLeastSquares
 from turnkeep.scheduler.request import SamplingParams
@@ -116,12 +116,12 @@ def test_an_engine_starts_with_what_an_earlier_one_knew(tmp_path: Path) -> None:
     for _ in range(400):
         load = random_load(rng)
         cost.measured(load, true_s(load))
-    StepCost().save(path, "another model")
-    cost.save(path, "demo bfloat16")
-    again = StepCost.load(path, "demo bfloat16")
+    StepCostFile(path, "another model").save(StepCost())
+    StepCostFile(path, "demo bfloat16").save(cost)
+    again = StepCostFile(path, "demo bfloat16").load()
     load = StepLoad(100, 5e4, 8, 24, 3e4)
     assert again.step_s(load) == pytest.approx(true_s(load), rel=0.1)
-    assert StepCost.load(path, "unknown").step_s(load) == StepCost().step_s(load)
+    assert StepCostFile(path, "unknown").load().step_s(load) == StepCost().step_s(load)
     assert sorted(json.loads(path.read_text())["costs"]) == ["another model", "demo bfloat16"]
     assert [file.name for file in path.parent.iterdir()] == ["step_cost.json"]
 
@@ -142,6 +142,13 @@ def test_a_file_that_cannot_be_used_is_as_good_as_none(tmp_path: Path, content: 
     path = tmp_path / "step_cost.json"
     path.write_text(content)
     load = StepLoad(num_decodes=3)
-    assert StepCost.load(path, "m").step_s(load) == StepCost().step_s(load)
-    StepCost().save(path, "m")
+    kept = StepCostFile(path, "m")
+    assert kept.load().step_s(load) == StepCost().step_s(load)
+    kept.save(StepCost())
     assert "m" in json.loads(path.read_text())["costs"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    StepCostFile(tmp_path / "file" / "step_cost.json", "m").save(StepCost())
+    assert "not kept for the next engine" in caplog.text

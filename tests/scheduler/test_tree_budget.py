@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+from pathlib import Path
 
 import pytest
 from drafting_world import World, grow
 
 from turnkeep.scheduler.acceptance import AcceptanceStatistics
-from turnkeep.scheduler.cost_model import StepCost, StepLoad
+from turnkeep.scheduler.cost_model import StepCost, StepCostFile, StepLoad
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.speculation_config import SpeculationConfig
 from turnkeep.scheduler.tree_budget import DecodingRequest, TreeBudget
@@ -200,3 +201,14 @@ def test_every_choice_is_explained_in_a_line_and_counted(caplog: pytest.LogCaptu
     accepted = sum(value for name, value in values.items() if name.startswith("draft_num_accepted_nodes"))
     assert accepted == world.num_tokens - 60 * 3
     assert values["draft_expected_tokens"] == pytest.approx(accepted, rel=0.35)
+
+
+def test_a_budget_keeps_what_steps_cost_for_the_next_engine(tmp_path: Path) -> None:
+    kept = StepCostFile(tmp_path / "step_cost.json", "m")
+    TreeBudget(CONFIG, StepCost(), AcceptanceStatistics(), cost_file=kept).leave()
+    assert not kept.path.exists(), "nothing was measured"
+    world = World(TreeBudget(CONFIG, kept.load(), AcceptanceStatistics(), cost_file=kept), 2, linear)
+    world.run(100)
+    world.budget.leave()
+    load = StepLoad(num_decodes=2, num_nodes=6, num_decode_pairs=8 * 500)
+    assert kept.load().step_s(load) == pytest.approx(linear(2, 6), rel=0.2)

@@ -69,6 +69,7 @@ def test_options_become_settings() -> None:
         max_step_tokens=64,
         num_threads=2,
         cache=CacheConfig(prefix_caching=False, tiers=TierConfig(folder="s/cache")),
+        state_dir="s",
     )
     assert (config.host, config.port) == ("0.0.0.0", 9)
     assert (config.api_keys, config.served_model_names) == (("a", "b"), ("x",))
