@@ -112,12 +112,12 @@ class HeadDrafter:
             self._head.dtype,
         )
         hidden = self._root_pass(requests, pending, table, entries, width)
-        choice = ChildChoice([_sampling(request) for request in requests], grant.max_children)
+        choice = ChildChoice([_sampling(request) for request in requests], roots, grant)
         growth = TreeGrowth(len(requests), grant)
         for depth in range(1, grant.max_depth + 1):
             logits = self._decoder.logits(hidden.to(self._decoder.dtype))
             logits = logits.view(len(requests), -1, self._decoder.config.vocab_size)
-            growth.add(*choice.children(logits, roots + depth))
+            growth.add(*choice.children(logits, depth))
             frontier = growth.frontier() if depth < grant.max_depth else None
             if frontier is None:
                 break
