@@ -169,22 +169,22 @@ def render_page(document: dict[str, Any]) -> str:
 def _fields_table(schema: dict[str, Any]) -> str:
     required = set(schema.get("required", ()))
     rows = [
-        f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(_type_text(field))}"
+        f"<tr><td><code>{html.escape(name)}</code><td>{html.escape(type_text(field))}"
         f"<td>{'required' if name in required else ''}"
         for name, field in schema.get("properties", {}).items()
     ]
     return f"<table>{''.join(rows)}</table>"
 
 
-def _type_text(field: dict[str, Any]) -> str:
+def type_text(field: dict[str, Any]) -> str:
     if "$ref" in field:
         return str(field["$ref"].rpartition("/")[2])
     if "anyOf" in field:
-        return " or ".join(_type_text(one) for one in field["anyOf"] if one.get("type") != "null")
+        return " or ".join(type_text(one) for one in field["anyOf"] if one.get("type") != "null")
     if "enum" in field:
         return " or ".join(str(value) for value in field["enum"] if value is not None)
     if field.get("type") == "array":
-        return f"list of {_type_text(field.get('items', {}))}"
+        return f"list of {type_text(field.get('items', {}))}"
     return str(field.get("type", "anything"))
 
 
