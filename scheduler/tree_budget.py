@@ -110,6 +110,7 @@ class TreeBudget:
         self._is_probe = False
         self._verified: list[tuple[str, DraftTree, Sequence[int]]] = []  # to learn from
         self._num_unlearnt = 0  # steps with them
+        self._forgotten: list[str] = []  # requests that have ended since then
 
     def select(self, requests: Sequence[DecodingRequest]) -> list[DraftTree | None]:
         """The part of each request's draft that the coming step verifies, None for plain decoding."""
@@ -225,12 +226,16 @@ class TreeBudget:
         if self._verified:
             self.acceptance.measured(*zip(*self._verified, strict=True))
             self._verified.clear()
+        for request_id in self._forgotten:
+            self.acceptance.forget(request_id)
+        self._forgotten.clear()
         self._num_unlearnt = 0
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
-        self._learn()
-        self.acceptance.forget(request_id)
+        self._forgotten.append(request_id)
+        if len(self._forgotten) >= LEARN_EVERY:
+            self._learn()
 
     def leave(self) -> None:
         """The engine ends: keep what steps cost for the next one."""

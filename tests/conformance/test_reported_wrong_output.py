@@ -34,6 +34,7 @@ from turnkeep.scheduler.acceptance import WINDOW_STEPS
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.request import SamplingParams
 from turnkeep.scheduler.speculation_config import SpeculationConfig
+from turnkeep.scheduler.tree_budget import LEARN_EVERY
 
 NUM_PROMPTS = int(os.environ.get("TURNKEEP_CONFORMANCE_PROMPTS", "4"))
 NUM_TOKENS = int(os.environ.get("TURNKEEP_CONFORMANCE_TOKENS", "24"))
@@ -187,9 +188,10 @@ def test_30_drafts_that_are_never_accepted_are_reset_and_tokens_stay_right() -> 
     prompt = demo_prompts()[0]
     plain = generated(SteppedEngine(prefix_caching=False), [prompt], 60)
     assert generated(engine, [prompt], 60) == plain
+    assert budget.counter_values()["draft_num_resets"] == 1
     counts = budget.acceptance.counts
-    assert counts.num_resets == 1
-    assert counts.num_nodes == {1: WINDOW_STEPS, 2: WINDOW_STEPS}, "nothing more was verified after the reset"
+    assert counts.num_nodes[1] == counts.num_nodes[2]
+    assert WINDOW_STEPS <= counts.num_nodes[1] < WINDOW_STEPS + LEARN_EVERY, "nothing was verified after the reset"
     assert counts.num_accepted == {}
 
 

@@ -212,3 +212,13 @@ def test_a_budget_keeps_what_steps_cost_for_the_next_engine(tmp_path: Path) -> N
     world.budget.leave()
     load = StepLoad(num_decodes=2, num_nodes=6, num_decode_pairs=8 * 500)
     assert kept.load().step_s(load) == pytest.approx(linear(2, 6), rel=0.2)
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    world = World(make_budget(), 3, linear)
+    for _ in range(40):
+        world.run(5)
+        for number in range(3):
+            world.budget.forget(f"r{number}")
+    world.budget.counter_values()
+    assert not world.budget.acceptance._requests
