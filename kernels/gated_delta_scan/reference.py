@@ -43,7 +43,11 @@ def gated_delta_scan_reference(
         for index, count in enumerate(span.counts, span.first):
             deltas.solve(start, carried)
             for rank, token, row in wanted[index]:
-                states[row] = deltas.states_at(start + rank, token, carried[rank : rank + 1])[0].to(states.dtype)
+                first = carried[rank : rank + 1]
+                if states.dtype == torch.float32:
+                    deltas.states_at(start + rank, token, first, out=states[row : row + 1])
+                else:
+                    states[row] = deltas.states_at(start + rank, token, first)[0].to(states.dtype)
             going_on = sum(length > (index + 1) * layout.width for length in seq_lens)
             carried = deltas.states_at(start, layout.width - 1, carried[:going_on])
             start += count

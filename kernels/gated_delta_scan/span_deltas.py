@@ -71,15 +71,16 @@ class SpanDeltas:
         self.read[chunks] = read[:, :, width:]
         torch.matmul(self.inverse[chunks], read[:, :, :width].add_(self.values[chunks]), out=self.u[chunks])
 
-    def states_at(self, first: int, token: int, starts: torch.Tensor) -> torch.Tensor:
+    def states_at(self, first: int, token: int, starts: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """States after token `token` of the chunks from `first` on, [n, Hv, K, V]; `starts` are their first states.
+        Written to `out`, float32, if there is one.
 
         Later tokens are left out rather than given the weight zero. A run that stops at this token takes the same
         products of the same sizes here, and so gets the same bits.
         """
         chunks, end = slice(first, first + starts.shape[0]), token + 1
         written = self.u[chunks, :, :end] * self.decay[chunks, :, token, :end, None]
-        states = self.keys_queries[chunks, :, :end].transpose(-1, -2) @ written
+        states = torch.matmul(self.keys_queries[chunks, :, :end].transpose(-1, -2), written, out=out)
         return states.addcmul_(starts, self.prefix[chunks, :, token, None, None])
 
     def outputs(self) -> torch.Tensor:

@@ -10,8 +10,9 @@ from turnkeep.kernels.chunk_layout import ChunkLayout
 from turnkeep.kernels.forward_batch import StateExport
 from turnkeep.kernels.ssd_scan.span_inputs import SpanInputs
 
-# Wider chunks cost more exponentials than they save in products between chunks.
-MAX_WIDTH = 64
+# Wider chunks cost more exponentials than they save in products between chunks, and an exported state is a product
+# over half of a chunk on average.
+MAX_WIDTH = 48
 
 
 def ssd_scan_reference(

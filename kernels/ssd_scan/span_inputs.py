@@ -69,7 +69,10 @@ class SpanInputs:
         if num_chunks == 0:
             return bounds
         added = bounds[counts[0] : counts[0] + num_chunks]
-        self._add_terms(self.terms[:num_chunks], self.decay[:num_chunks, ..., -1, :], self.B[:num_chunks], out=added)
+        left, right = self._weighted_terms(
+            self.terms[:num_chunks], self.decay[:num_chunks, ..., -1, :], self.B[:num_chunks]
+        )
+        torch.bmm(left, right, out=added.view(left.shape[0], -1, added.shape[-1]))
         decay = self.prefix[..., -1].reshape(self.span.num_chunks, -1, 1, 1)
         previous, start = 0, counts[0]
         for index, count in enumerate(needed):  # chunk after chunk, all sequences at once
@@ -87,13 +90,14 @@ class SpanInputs:
         leaving them out changes no bit.
         """
         end = token + 1
-        self._add_terms(
+        start, prefix = bounds[self.span.starts[chunk]], self.prefix[chunk, :, :, token]
+        torch.mul(start, prefix.reshape(-1, 1, 1), out=out)
+        left, right = self._weighted_terms(
             self.terms[chunk : chunk + 1, :, :end],
             self.decay[chunk, :, :, token, :end],
             self.B[chunk : chunk + 1, :, :end],
-            out,
         )
-        out.addcmul_(bounds[self.span.starts[chunk]], self.prefix[chunk, :, :, token].reshape(-1, 1, 1))
+        out.view(left.shape[0], -1, out.shape[-1]).baddbmm_(left, right)
 
     def outputs(self, bounds: torch.Tensor, D: torch.Tensor | None) -> torch.Tensor:
         """y [c, Q, H, P]. Uses up `decay`: call it last."""
@@ -112,8 +116,11 @@ class SpanInputs:
             y.addcmul_(self.x, D.to(torch.float32).view(num_groups, 1, group_size, 1))
         return y.transpose(1, 2).reshape(num_chunks, width, num_groups * group_size, head_dim)
 
-    def _add_terms(self, terms: torch.Tensor, weights: torch.Tensor, B: torch.Tensor, out: torch.Tensor) -> None:
-        """out[c, H, P, N] = sum over j of weights[c, G, Hg, j] terms[c, G, j, Hg, P] B[c, G, j, N]."""
+    def _weighted_terms(
+        self, terms: torch.Tensor, weights: torch.Tensor, B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors whose product is the sum over j of weights[c, G, Hg, j] terms[c, G, j, Hg, P] B[c, G, j, N]:
+        [c G, Hg P, Q] and [c G, Q, N]."""
         batch, width = B.shape[0] * B.shape[1], B.shape[2]
         weighted = (terms * weights.transpose(-1, -2)[..., None]).reshape(batch, width, -1)
-        torch.bmm(weighted.transpose(1, 2), B.reshape(batch, width, -1), out=out.view(batch, -1, out.shape[-1]))
+        return weighted.transpose(1, 2), B.reshape(batch, width, -1)
