@@ -189,15 +189,14 @@ def neighbours(snapshot: Snapshot) -> tuple[Snapshot | None, int]:
         return found, int(is_alone and found.node is not node)
     num_pages = int(is_alone)
     node = _parent(node)
-    while node.parent is not None:
+    parent = node.parent
+    while parent is not None:  # a long walk: thousands of pages where snapshots are far apart
         is_alone = is_alone and len(node.children) == 1
-        found = _deepest_in(node, node.end)
-        if found is not None and found.node is node:
-            return found, num_pages
-        num_pages += is_alone
+        found = _deepest_in(node, node.end) if parent.suffixes else None
         if found is not None:
-            return found, num_pages
-        node = node.parent
+            return found, num_pages + int(is_alone and found.node is not node)
+        num_pages += is_alone
+        node, parent = parent, parent.parent
     return None, num_pages
 
 

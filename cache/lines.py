@@ -7,6 +7,7 @@ repeats it nearly to its end. Tokens decide, never ids alone.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import count
@@ -46,7 +47,7 @@ class Line(Waiter):
     num_replies: int = 0
 
     def num_marks_beyond(self, position: int) -> int:
-        return sum(mark.position > position for mark in self.marks)
+        return len(self.marks) - bisect_right(self.marks, position, key=lambda mark: mark.position)
 
     def add_marks(self, marks: list[Mark], stable_tokens: int) -> None:
         """The turn ended so that the next prompt repeats `stable_tokens`: nothing deeper will be asked for."""

@@ -34,7 +34,13 @@ class Bench:
         )
 
     def turn(
-        self, prompt: list[int], answer: list[int], conversation_id: str | None = None, *, is_call: bool = False
+        self,
+        prompt: list[int],
+        answer: list[int],
+        conversation_id: str | None = None,
+        *,
+        is_call: bool = False,
+        has_template: bool = True,
     ) -> int:
         cache = self.cache
         match = cache.match("", prompt, conversation_id)
@@ -42,7 +48,7 @@ class Bench:
         assert seq is not None
         assert cache.grow(seq, len(prompt) + len(answer))
         reused = seq.num_computed_tokens
-        given = (*seq.boundaries, Boundary(len(prompt), "turn_start"))
+        given = (*seq.boundaries, *([Boundary(len(prompt), "turn_start")] if has_template else []))
         for boundary in sorted(given, key=lambda boundary: boundary.position):
             if reused < boundary.position <= len(prompt):
                 cache.reserve_export(seq, boundary.position, boundary.kind)
@@ -165,6 +171,15 @@ def test_a_second_try_of_a_long_message_costs_nothing_of_it() -> None:
     history = [*history, 1, 2, *(token for number in range(5) for token in _words(f"pasted {number}"))]
     assert bench.turn(history, [3], "c") == 41
     assert bench.turn([*history, 4], [5], "c") == len(history)
+
+
+def test_prompts_that_rewrite_every_answer_resume_at_the_end_of_the_prompt_before() -> None:
+    bench = Bench(num_rows=64)
+    prompt, reused = _words("first"), []
+    for number in range(4):
+        reused.append(bench.turn(prompt, [1, 2, 3], "c", has_template=False))
+        prompt = [*prompt, *(token for part in "abc" for token in _words(f"{number} {part}"))]
+    assert reused == [0, 40, 160, 280]
 
 
 def test_after_a_quiet_night_no_event_lets_more_than_a_few_waiters_grow_older() -> None:
