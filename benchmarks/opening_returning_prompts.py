@@ -28,7 +28,7 @@ class NoModel:
     def run(self, plan: Any) -> Any:
         from turnkeep.scheduler.step_plan import SampledToken, StepOutput
 
-        tokens = {item.request_id: SampledToken(7) for item in plan.items if item.sampling is not None}
+        tokens = {item.request_id: (SampledToken(7),) for item in plan.items if item.sampling is not None}
         return StepOutput(tokens=tokens, duration_s=0.0)
 
 

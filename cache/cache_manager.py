@@ -117,9 +117,7 @@ class CacheManager:
         if not self.prefix_caching:
             return self.cold_match(cache_root, token_ids)
         encoded = encode_tokens(token_ids)
-        known = None
-        if conversation_id is not None:
-            known = self._leaves.find((cache_root, conversation_id), encoded, len(token_ids) - 1)
+        known = self._leaves.find((cache_root, conversation_id), encoded, len(token_ids) - 1)
         return self._search.find(cache_root, token_ids, encoded, known)
 
     def cold_match(self, cache_root: str, token_ids: TokenIds) -> PrefixMatch:

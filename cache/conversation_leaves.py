@@ -21,26 +21,30 @@ from turnkeep.cache.sequence_cache import SequenceCache
 MAX_LEAVES = 4  # lines of one conversation remembered side by side
 MIN_REMEMBERED_TOKENS = 1 << 20
 
-ConversationKey = tuple[str, str]  # cache root, conversation id
+ConversationKey = tuple[str, str | None]  # cache root, conversation id; of None there is never a leaf
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Leaf:
     """node: the page a turn ended in, after num_tokens tokens, with which `encoded` begins (others may go on filling
-    the page). page_ids: the full pages of its path, from the root (none in models without attention)."""
+    the page). page_ids: the full pages of its path, from the root (none in models without attention). digests: of its
+    prefixes by pages, the empty one first (empty where the eviction policy needs none)."""
 
     node: PageNode
     num_tokens: int
     encoded: bytes | bytearray
     page_ids: npt.NDArray[np.int32]
+    digests: Sequence[int]
 
 
 @dataclass(slots=True, frozen=True)
 class KnownPath:
-    """A node of full pages that a prompt runs through, and its pages from the root."""
+    """A node of full pages that a prompt runs through, its pages from the root, and digests of it and of what
+    followed."""
 
     node: PageNode
     page_ids: npt.NDArray[np.int32]
+    digests: Sequence[int]
 
 
 class ConversationLeaves:
@@ -79,7 +83,7 @@ class ConversationLeaves:
                 return None
             node = node.parent
         num_pages = node.end // self._page_size if self._reclaimer.has_pages else 0
-        return KnownPath(node, best.page_ids[:num_pages]) if node.parent is not None else None
+        return KnownPath(node, best.page_ids[:num_pages], best.digests) if node.parent is not None else None
 
     def finished(self, conversation: ConversationKey, seq: SequenceCache) -> None:
         """A turn ended where `seq` is committed to. Its tokens must not change any more, except at their end."""
@@ -87,7 +91,7 @@ class ConversationLeaves:
         if node.parent is None:
             return
         pages = seq.page_ids[: seq.path.end // self._page_size].copy()
-        new = Leaf(node, node.end, seq.encoded, pages)
+        new = Leaf(node, node.end, seq.encoded, pages, seq.digests)
         others = self._forget(conversation)
         kept = [other for other in others if other.node is not node and not _is_continued(other, new)]
         self._remember(conversation, [*kept[1 - MAX_LEAVES :], new])

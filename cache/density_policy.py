@@ -79,9 +79,8 @@ class DensityPolicy:
         self, seq: SequenceCache, match: PrefixMatch, conversation: ConversationKey | None
     ) -> tuple[Boundary, ...]:
         self._age()
-        prefixes = PagePrefixes(match.cache_root, match.encoded, self._page_size, match.path)
+        prefixes = PagePrefixes(match.cache_root, match.encoded, self._page_size, match.path, match.known_digests)
         num_known = self._history.num_known_pages(prefixes)
-        self._order.look_again()
         known_line = self._history.line_of(prefixes.digests[num_known]) if num_known else None
         line = self._lines.find(conversation, known_line, prefixes)
         trunks = list(self._trunks.on_path(prefixes))
@@ -159,6 +158,8 @@ class DensityPolicy:
         turn.position = seq.num_computed_tokens
         prefixes.extend(bytes(seq.encoded[: turn.position * TOKEN_BYTES]))
         self._history.remember(prefixes, turn.num_known_pages, line.number)
+        seq.digests = prefixes.digests
+        self._order.look_again()  # here, where nobody waits, and not when the next prompt comes
         line.num_active -= 1
         line.num_uses += not is_suspended
         line.add_marks([prefixes.mark(turn.position)], turn.position)

@@ -124,7 +124,8 @@ def common_tokens(first: bytes | bytearray, second: bytes | bytearray, limit: in
     limit = min(limit, len(first) // TOKEN_BYTES, len(second) // TOKEN_BYTES)
     if limit <= 0:
         return 0
+    if first.startswith(memoryview(second)[: limit * TOKEN_BYTES]):
+        return limit
     ours = np.frombuffer(first, np.uint32, limit)
     theirs = np.frombuffer(second, np.uint32, limit)
-    is_equal = ours == theirs
-    return limit if is_equal.all() else int(is_equal.argmin())
+    return int((ours == theirs).argmin())

@@ -49,9 +49,10 @@ class PagePool:
 
     def retain_all(self, page_ids: npt.NDArray[np.int32]) -> None:
         """One more holder of each; the ids must be distinct, as those of one page table are."""
-        if len(page_ids) and int(self._references[page_ids].min()) < 1:
+        counts = self._references[page_ids]
+        if len(counts) and int(counts.min()) < 1:
             raise RuntimeError("a free page cannot be retained")
-        self._references[page_ids] += 1
+        self._references[page_ids] = counts + 1
 
     def release_all(self, page_ids: npt.NDArray[np.int32]) -> None:
         """One holder fewer of each; the ids must be distinct."""

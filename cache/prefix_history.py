@@ -7,7 +7,7 @@ that collides misleads a forecast, never a match. Bounded in pages and in shared
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -29,11 +29,19 @@ class Mark:
 class PagePrefixes:
     """digests[i] is that of the first i pages of one prompt."""
 
-    def __init__(self, cache_root: str, encoded: bytes | bytearray, page_size: int, path: PageNode | None) -> None:
+    def __init__(
+        self,
+        cache_root: str,
+        encoded: bytes | bytearray,
+        page_size: int,
+        path: PageNode | None,
+        known: Sequence[int] = (),
+    ) -> None:
+        """path: full pages that the prompt runs through. known: digests of that path, as far as they are at hand."""
         self.encoded = encoded
         self._width = page_size * TOKEN_BYTES
         self._page_size = page_size
-        self.digests = [hash(cache_root)] if path is None else _digests_of(path)
+        self.digests = [hash(cache_root)] if path is None else _digests_of(path, known, path.end // page_size)
         self.extend(encoded)
 
     @property
@@ -67,8 +75,10 @@ class PagePrefixes:
         return self.encoded[offset : offset + len(mark.suffix)] == mark.suffix
 
 
-def _digests_of(node: PageNode) -> list[int]:
-    """Those of the root, ..., of `node`, a full page."""
+def _digests_of(node: PageNode, known: Sequence[int], num_pages: int) -> list[int]:
+    """Those of the root, ..., of `node`, the num_pages-th full page."""
+    if len(known) > num_pages and known[num_pages] == node.digest:
+        return list(known[: num_pages + 1])
     digests = []
     walk: PageNode | None = node
     while walk is not None:
@@ -138,15 +148,14 @@ class MarkIndex(Generic[Value]):
 
     def on_path(self, prefixes: PagePrefixes) -> Iterator[tuple[Mark, Value]]:
         """What the prompt repeats, shallowest first."""
-        if not self._by_page:
-            return
-        by_page = self._by_page
-        for digest in prefixes.digests:
-            marks = by_page.get(digest)
-            if marks is not None:
-                for mark in sorted(marks, key=lambda mark: mark.position):
-                    if prefixes.repeats(mark):
-                        yield mark, self._values[mark]
+        if len(self._values) < len(prefixes.digests):
+            found = [mark for mark in self._values if prefixes.repeats(mark)]
+        else:
+            by_page = self._by_page
+            near = (by_page[digest] for digest in prefixes.digests if digest in by_page)
+            found = [mark for marks in near for mark in marks if prefixes.repeats(mark)]
+        for mark in sorted(found, key=lambda mark: mark.position):
+            yield mark, self._values[mark]
 
     def _forget(self, mark: Mark) -> None:
         del self._values[mark]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,6 +38,7 @@ class PrefixMatch:
     path: PageNode | None = None
     tail: PageNode | None = None
     known_pages: npt.NDArray[np.int32] | None = None  # the first pages of the path, where they are at hand
+    known_digests: Sequence[int] = ()  # those of the path's prefixes by pages; ones behind it may follow
 
     @property
     def num_lost_tokens(self) -> int:
@@ -125,6 +127,7 @@ class PrefixSearch:
             path=path,
             tail=tail,
             known_pages=None if known is None else known.page_ids,
+            known_digests=() if known is None else known.digests,
         )
 
     def refreshed(self, match: PrefixMatch, token_ids: TokenIds) -> PrefixMatch:

@@ -8,6 +8,7 @@ the cache manager changes it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ class SequenceCache:
     num_prompt_tokens: int = 0  # known when it opened
     num_reused_tokens: int = 0  # computed before it opened
     retention_s: float = 0.0  # for how long its client asks that its snapshots stay
+    digests: Sequence[int] = ()  # of its prefixes by pages, where the eviction policy told them at its end
     is_closed: bool = False
     table: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(8, np.int32))
 
