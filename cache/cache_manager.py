@@ -341,9 +341,7 @@ class CacheManager:
     def distrust(self, rows: Collection[int]) -> None:
         """A step that was to write these rows has failed: snapshots in them are dropped, as nobody knows what they
         hold. No open sequence may need them."""
-        for snapshot in [one for one in self._reclaimer.snapshots if one.row in rows]:
-            if snapshot.num_pins == 0:
-                self._reclaimer.drop(snapshot)
+        self._reclaimer.drop_rows(rows)
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:
         """It will not return: what only it kept is free at once (in models without state: goes first)."""
@@ -366,12 +364,9 @@ class CacheManager:
 
     def stats(self) -> CacheStats:
         """One reading; O(snapshots)."""
+        tiers = None if self.tiers is None else self.tiers.reading()
         return read_stats(
-            self._reclaimer,
-            self._retention,
-            num_open_sequences=len(self._open),
-            counters=self._counters,
-            tiers=None if self.tiers is None else self.tiers.reading(),
+            self._reclaimer, self._retention, num_open_sequences=len(self._open), counters=self._counters, tiers=tiers
         )
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ Because pins cover everything in use, what eviction can free is known exactly be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Collection, Sized
 from typing import Protocol
 
 from turnkeep.cache.boundary import BoundaryKind
@@ -210,6 +210,11 @@ class Reclaimer:
         if self.on_removed is not None:
             self.on_removed(snapshot)
         self._prune(node)
+
+    def drop_rows(self, rows: Collection[int]) -> None:
+        """Remove the unpinned snapshots in these rows. O(snapshots)."""
+        for snapshot in [one for one in self.snapshots if one.row in rows and not one.num_pins]:
+            self.drop(snapshot)
 
     # Nodes
 
