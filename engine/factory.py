@@ -70,7 +70,7 @@ def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> 
     matchers.prepare()
     make_drafter, budget = None, None
     if speculation.drafter is not None:
-        make_drafter = head_drafter(source, model, config.page_size)
+        make_drafter = head_drafter(source, model, config)
         budget = tree_budget(config, speculation.limits, f"{source.name} {dtype} {torch.get_num_threads()} threads")
     return assemble(
         model,
@@ -96,11 +96,12 @@ def tree_budget(config: EngineConfig, limits: SpeculationConfig, engine_kind: st
     return TreeBudget(limits, cost, AcceptanceStatistics(), max(config.max_step_tokens // 2, 1), kept)
 
 
-def head_drafter(source: ModelSource, model: Decoder, page_size: int) -> Callable[[CacheTensors], Drafter]:
+def head_drafter(source: ModelSource, model: Decoder, config: EngineConfig) -> Callable[[CacheTensors], Drafter]:
     """The model's draft head, to draft over pools in which its layers come after the model's. Raises WeightsError."""
     head = load_draft_head(source, dtype=quickest_dtype(model.config, model.dtype))
     first = model.config.num_attention_layers
-    return lambda tensors: HeadDrafter(model, head, tensors.kv[first:], page_size)
+    threads = decode_threads(model, config.num_threads)
+    return lambda tensors: HeadDrafter(model, head, tensors.kv[first:], config.page_size, threads)
 
 
 def decode_threads(model: Model, num_threads: int | None) -> int | None:

@@ -46,12 +46,22 @@ class _Pending:
 
 
 class HeadDrafter:
-    """Trees of one model's draft head. `kv`: the pools of the head's attention layers, behind those of the model."""
+    """Trees of one model's draft head."""
 
     needs_hidden = True
 
-    def __init__(self, decoder: Decoder, head: DraftHead, kv: Sequence[torch.Tensor], page_size: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        head: DraftHead,
+        kv: Sequence[torch.Tensor],
+        page_size: int,
+        num_threads: int | None = None,
+    ) -> None:
+        """kv: the pools of the head's attention layers, behind those of the model; num_threads: compute threads of
+        growth, whose products are as small as those of decode steps; None: as many as torch has then."""
         self._decoder = decoder
+        self._num_threads = num_threads
         self._head = head
         self._kv = kv
         self._page_size = page_size
@@ -75,6 +85,8 @@ class HeadDrafter:
         self._take_over([own for own in staying if own.token_ids])
         trees: list[DraftTree | None] = [None] * len(requests)
         if growing:
+            if self._num_threads is not None and self._num_threads != torch.get_num_threads():
+                torch.set_num_threads(self._num_threads)  # the next step chooses its own
             grown = self._grow([requests[index] for index in growing], pending, grant)
             for index, tree in zip(growing, grown, strict=True):
                 trees[index] = tree

@@ -215,3 +215,15 @@ def test_a_step_without_hidden_states_is_refused() -> None:
         bench.drafter.propose([replace(bench.request(0, 0, 9), hidden=None)], NOTHING)
     with pytest.raises(ValueError, match="needs the hidden state before the step"):
         bench.drafter.propose([replace(bench.request(0, 3, 9), previous_hidden=None)], NOTHING)
+
+
+def test_trees_grow_with_the_threads_of_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench("qwen3_5")
+    chosen: list[int] = []
+    drafter = HeadDrafter(bench.decoder, bench.head, bench.kv, PAGE_SIZE, num_threads=3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    drafter.propose([bench.request(0, 0, 20, None)], TreeGrant(4, 4, 2, 2))
+    assert chosen == []
+    drafter.propose([bench.request(0, 20, 21)], TreeGrant(4, 4, 2, 2))
+    assert chosen == [3]
