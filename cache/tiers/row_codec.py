@@ -17,7 +17,7 @@ import numpy.typing as npt
 from turnkeep.cache.spec import StatePart
 from turnkeep.cache.tiers.record import Bytes
 
-MATRIX_DIMS = 3  # heads, and a matrix a head; windows and vectors stay exact
+MATRIX_PARTS = ("ssm", "delta")  # heads, and a matrix a head; windows, vectors and tails of inputs stay exact
 SCALE_BYTES = 4
 
 
@@ -77,7 +77,7 @@ class RowCodec:
 
 
 def _is_matrix(part: StatePart) -> bool:
-    return len(part.shape) >= MATRIX_DIMS
+    return part.name in MATRIX_PARTS and len(part.shape) == 3
 
 
 def _encoded_bytes(part: StatePart) -> int:

@@ -141,6 +141,7 @@ GLM_GOLDEN = [
      answer(calls=[("look", json.dumps({"s": " a\n</arg_key> </tool_call>"}))])),
     ("<tool_call>look\n<arg_key>o</arg_key>\n<arg_value>{\"a\": [1]}</arg_value>\n</tool_call>",
      answer(calls=[("look", '{"o": {"a": [1]}}')])),
+    ("<tool_call>look<arg_key> s\n</arg_key><arg_value>x</arg_value></tool_call>", answer(calls=[LOOK])),
     ("<tool_call>look at this</tool_call>", answer("<tool_call>look at this</tool_call>")),
     ("<tool_call>look<arg_value>x</arg_value></tool_call>",
      answer("<tool_call>look<arg_value>x</arg_value></tool_call>")),

@@ -45,10 +45,14 @@ def test_error_is_at_most_half_a_step_of_its_head(seed: int, scale: float, dtype
     assert ((found - exact).abs() <= largest / 254 * (1 + 1e-5) + rounding).all()
 
 
-def test_windows_and_vectors_stay_exact_and_zero_stays_zero() -> None:
-    parts = (StatePart("conv", 2, (6, 3), "bfloat16"), StatePart("ssm", 1, (2, 3, 4), "float32"))
-    conv = row(parts[0], torch.randn(2, 6, 3))
-    content = np.concatenate([conv, row(parts[1], torch.zeros(1, 2, 3, 4))])
+def test_windows_vectors_and_tails_stay_exact_and_zero_stays_zero() -> None:
+    parts = (
+        StatePart("conv", 2, (6, 3), "bfloat16"),
+        StatePart("ssm", 1, (2, 3, 4), "float32"),
+        StatePart("ssm_x", 1, (5, 2, 3), "bfloat16"),
+    )
+    conv, tail = row(parts[0], torch.randn(2, 6, 3)), row(parts[2], torch.randn(1, 5, 2, 3))
+    content = np.concatenate([conv, row(parts[1], torch.zeros(1, 2, 3, 4)), tail])
     codec = RowCodec(parts)
     assert (codec.decode(codec.encode(content)) == content).all()
 
