@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,20 +100,23 @@ def make_dialogues(arguments: argparse.Namespace, generator: random.Random, voca
     ]
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, folder: str | None) -> dict[str, Any]:
+    """folder: of the disk tier, None for none."""
     from turnkeep.cache.config import CacheConfig
+    from turnkeep.cache.tiers.config import TierConfig
     from turnkeep.engine.config import EngineConfig
     from turnkeep.engine.factory import build_engine
 
     generator = random.Random(arguments.seed)
     final_tokens = 64 + arguments.turns * (24 + arguments.tokens)
+    tiers = TierConfig(folder=folder, disk_bytes=1 << 30)
     config = EngineConfig(
         model="demo",
         # The last turns of about `capacity` conversations fit: their pages, and two snapshots each.
         num_pages=arguments.capacity * (final_tokens // PAGE_SIZE + 1) + 1,
         num_state_rows=2 * arguments.capacity + arguments.running + 1,
         max_running=arguments.running,
-        cache=CacheConfig(eviction_policy=arguments.eviction_policy),
+        cache=CacheConfig(eviction_policy=arguments.eviction_policy, tiers=tiers),
     )
     events: list[Any] = []
     loop, ready = build_engine(config, events.append)
@@ -141,6 +145,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "capacity_conversations": arguments.capacity,
         "seed": arguments.seed,
         "eviction_policy": arguments.eviction_policy,
+        "disk_cache": folder is not None,
+        "hits_from_disk": stats.counter_values().get("tier_num_hits.disk", 0.0),
+        "hits_from_host": stats.counter_values().get("tier_num_hits.host", 0.0),
         **desk.totals,
         "cached_share": round(desk.totals["cached"] / desk.totals["prompt"], 4),
         "held_pages": stats.num_pages - stats.num_free_pages - stats.num_evictable_pages,
@@ -160,7 +167,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="generated tokens a turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eviction-policy", default="density")
-    result = measure(parser.parse_args()) | {"machine": describe_machine()}
+    parser.add_argument("--disk-cache", action="store_true", help="let what is evicted go to disk, and come back")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(arguments, folder if arguments.disk_cache else None) | {"machine": describe_machine()}
     for name, value in result.items():
         if name != "machine":
             print(f"{name:24}{value:>12}")

@@ -185,6 +185,8 @@ class Reclaimer:
         if snapshot.is_superseded:
             snapshot.is_superseded = False
             self._policy.changed(snapshot)
+            if self.offloader is not None:
+                self.offloader.added(snapshot)
 
     def touch(self, snapshot: Snapshot) -> None:
         """As good as used just now."""

@@ -6,7 +6,7 @@ be read, no room) costs time only: the request goes on with what the device has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -30,15 +30,16 @@ LoadState = Literal["nothing", "started", "waiting", "done"]
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """What several requests may wait for. num_unread: records whose reading has not ended."""
+    """What several requests may wait for. tier: the coldest it comes from. num_gained_tokens: beyond the match of the
+    device. num_unread: records whose reading has not ended."""
 
     key: bytes
     arrival: Arrival
     records: tuple[Record, ...]
     tier: str
-    num_unread: int = 0
+    num_gained_tokens: int
+    num_unread: int
     is_readable: bool = True
-    num_waiting_tokens: int = field(default=0)
 
 
 class Loader:
@@ -107,8 +108,8 @@ class Loader:
         runs = tuple(record for record in cold.records if record is not cold.snapshot)
         arrival = Arrival(owner, encoded, cold.position, runs, cold.snapshot)
         is_from_disk = any(record.data is None or record.is_ahead for record in cold.records)
-        load = Load(key, arrival, cold.records, "disk" if is_from_disk else "host", len(unread))
-        load.num_waiting_tokens = cold.position - match.num_tokens
+        tier = "disk" if is_from_disk else "host"
+        load = Load(key, arrival, cold.records, tier, cold.position - match.num_tokens, len(unread))
         for record in cold.records:
             self._index.hold(record)
         self._index.touch(cold.records[-1])
@@ -179,7 +180,7 @@ class Loader:
                 if snapshot is not None and record is not None and record.is_attached:
                     self._offloader.is_stored(snapshot, record)
                 counters.num_hits[load.tier] += 1
-                counters.num_hit_tokens[load.tier] += load.num_waiting_tokens
+                counters.num_hit_tokens[load.tier] += load.num_gained_tokens
                 counters.loaded_bytes += sum(record.num_bytes for record in load.records)
                 is_done = True
             else:

@@ -83,8 +83,8 @@ class Offloader:
     # What the cache reports
 
     def added(self, snapshot: Snapshot) -> None:
-        """A snapshot was published."""
-        if self._disk is not None and snapshot.kind in IDLE_KINDS:
+        """A snapshot was published, or is wanted again."""
+        if self._disk is not None and snapshot.kind in IDLE_KINDS and not self._holds(snapshot):
             self._unwritten[snapshot] = _Unwritten(self._clock())
 
     def turn_ended(self, owner: Owner | None, node: PageNode) -> None:
@@ -95,14 +95,13 @@ class Offloader:
     def superseded(self, snapshot: Snapshot) -> None:
         """A newer one of its kind took its place."""
         self._unwritten.pop(snapshot, None)
-        record = self._stored.get(snapshot)
-        if record is not None and record.is_attached:
-            self._index.supersede(record)
+        if self._holds(snapshot):
+            self._index.supersede(self._stored[snapshot])
 
     def evicting(self, item: Evictable) -> None:
         """It leaves the device now: the last moment to copy it."""
         if isinstance(item, Snapshot):
-            if item not in self._stored and not item.is_superseded and item.kind in OFFLOADED_KINDS:
+            if not item.is_superseded and item.kind in OFFLOADED_KINDS and not self._holds(item):
                 self._store(self._last_full_node(item), item, _owner(item), max_bytes=None)
             return
         node = item
@@ -127,6 +126,11 @@ class Offloader:
         self._unwritten.pop(snapshot, None)
         self._stored[snapshot] = record
         record.is_on_device = True
+
+    def _holds(self, snapshot: Snapshot) -> bool:
+        """Whether some tier has it still."""
+        record = self._stored.get(snapshot)
+        return record is not None and record.is_attached
 
     # Idle time
 

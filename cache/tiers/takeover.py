@@ -128,7 +128,10 @@ class Takeover:
             at += num_pages
 
     def _insert_snapshot(self, arrival: Arrival, record: Record, node: PageNode) -> Snapshot:
-        """Put the state where it stands behind `node`, which is pinned; an equal one that is there already stays."""
+        """Put the state where it stands behind `node`, which is pinned; an equal one that is there already stays.
+
+        Without a suffix the state stands at the end of `node` itself.
+        """
         suffix = record.name.suffix
         present = node.suffixes.get(suffix) if suffix else node.parent.suffixes.get(node.key) if node.parent else None
         if present is not None:

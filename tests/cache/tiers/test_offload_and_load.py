@@ -164,8 +164,7 @@ def test_a_tier_over_its_budget_drops_the_oldest_conversation_whole(tmp_path: Pa
     used = sum(path.stat().st_size for path in tmp_path.glob("*.pages"))
     assert used <= page_budget.page_bytes
     assert used == driver.tiers.index.disk.used_bytes["pages"]
-    driver.cache.clear()
-    driver.settle_background()
+    driver = TieredDriver(tmp_path, num_pages=200, num_rows=40, disk=page_budget, host=TierBudget(0, 0))
     found = [driver.bring([*(token + 1000 * salt for token in PROMPT), *ANSWER, 1]).num_tokens for salt in range(6)]
     assert found[0] == 0
     assert found[5] == 59
@@ -296,3 +295,27 @@ def test_what_a_fork_goes_on_from_outlives_its_parent(tmp_path: Path) -> None:
     driver.cache.clear()
     driver.settle_background()
     assert driver.bring([*tokens, *range(400, 440), *ANSWER, 1]).num_tokens == 108
+
+
+def test_a_snapshot_whose_file_is_gone_is_offloaded_again_when_it_is_evicted(tmp_path: Path) -> None:
+    driver = TieredDriver(tmp_path, host=TierBudget(0, 0))
+    turn(driver)
+    driver.idle()
+    for record in [record for record in driver.tiers.index.disk if record.name.kind == "snapshot"]:
+        driver.tiers.index.drop_from_disk(record)
+    driver.settle_background()
+    assert driver.tiers.index.is_empty
+    driver.cache.clear()
+    driver.settle_background()
+    assert driver.bring(NEXT, "c").num_tokens == 59
+
+
+def test_a_snapshot_that_is_wanted_again_is_written_after_all(tmp_path: Path) -> None:
+    driver = TieredDriver(tmp_path)
+    tokens = turn(driver)
+    driver.turn([*tokens, *range(400, 440)], ANSWER, "c", turn_start=len(tokens) + 40)
+    driver.turn(PROMPT, [*ANSWER[:-1], 7, 8], "c", turn_start=len(PROMPT))  # the user went back and asked again
+    assert 50 in driver.snapshot_positions("turn_start", superseded=False)
+    driver.idle()
+    written = [record.name.position for record in driver.tiers.index.disk if record.name.kind == "snapshot"]
+    assert 50 in written
