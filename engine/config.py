@@ -25,7 +25,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_state_rows: int | None = None
     page_size: int = 16
     max_step_tokens: int = 512  # tokens computed in one step: prefill chunks share it with decodes
-    speculation: SpeculationMode = "off"  # who drafts; "auto": the model's own draft head, where it has one
+    speculation: SpeculationMode = "auto"  # who drafts; "auto": the model's own draft head, where it has one
     max_draft_len: int | None = None  # levels of a draft tree; None here and below: scheduler/speculation_config.py
     dynamic_tree_max_topk: int | None = None  # children of a node
     max_total_draft_tokens: int | None = None  # nodes of one request's tree, without its root

@@ -16,8 +16,8 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speculation",
         choices=get_args(SpeculationMode),
-        default="off",
-        help="mtp: with the model's own draft head; auto: with it where the model has one; off (default: off)",
+        default="auto",
+        help="mtp: with the model's own draft head; auto: with it where the model has one; off (default: auto)",
     )
     group.add_argument("--max-draft-len", type=int, metavar="N", help="levels of a draft tree")
     group.add_argument(
