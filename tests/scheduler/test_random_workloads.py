@@ -6,6 +6,7 @@ import random
 
 import pytest
 from content_probe import expected_output
+from drafting_probe import DraftingProbe
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -106,9 +107,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_step_tokens=st.sampled_from([1, 3, 7, 16, 64]),
         page_size=st.sampled_from([1, 3, 4]),
         seed=st.integers(0, 2**32),
+        has_drafts=st.booleans(),
     )
-    def start(self, kind: str, num_pages: int, num_rows: int, seed: int, **limits: int) -> None:
-        bench = make_bench(num_pages=num_pages, num_state_rows=num_rows, max_model_len=60, **KINDS[kind], **limits)
+    def start(self, kind: str, num_pages: int, num_rows: int, seed: int, has_drafts: bool, **limits: int) -> None:
+        bench = make_bench(
+            num_pages=num_pages,
+            num_state_rows=num_rows,
+            max_model_len=60,
+            draft_seed=seed if has_drafts else None,
+            **KINDS[kind],
+            **limits,
+        )
         self.workload = Workload(bench, seed, longest=30)
 
     @rule(count=st.integers(1, 4))
@@ -162,9 +171,18 @@ TestScheduler.settings = settings(
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("seed", range(3))
-def test_bursts_on_a_tiny_pool_finish_in_bounded_time_with_the_right_tokens(kind: str, seed: int) -> None:
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_bursts_on_a_tiny_pool_finish_in_bounded_time_with_the_right_tokens(
+    kind: str, seed: int, has_drafts: bool
+) -> None:
     bench = make_bench(
-        num_pages=40, num_state_rows=10, max_running=4, max_step_tokens=16, max_model_len=60, **KINDS[kind]
+        num_pages=40,
+        num_state_rows=10,
+        max_running=4,
+        max_step_tokens=16,
+        max_model_len=60,
+        draft_seed=seed if has_drafts else None,
+        **KINDS[kind],
     )
     workload = Workload(bench, seed, longest=40)
     chance = random.Random(seed)
@@ -186,6 +204,9 @@ def test_bursts_on_a_tiny_pool_finish_in_bounded_time_with_the_right_tokens(kind
     workload.check_end()
     reasons = [finished.reason for finished in bench.finished().values()]
     assert reasons.count("error") == 0
+    if isinstance(bench.probe, DraftingProbe):
+        assert bench.probe.num_accepted > 100
+        assert bench.probe.num_folds > 0 or kind == "attention_only"
 
 
 def test_many_idle_conversations_never_keep_a_new_request_out() -> None:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from content_probe import ContentProbe
+from drafting_probe import DraftingProbe
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.cache_manager import CacheManager
 from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.encoded_tokens import EncodedTokens
-from turnkeep.cache.spec import CacheSpec, KVSpec, StatePart, StateSpec
+from turnkeep.cache.spec import CacheSpec, HistorySpec, KVSpec, StatePart, StateSpec
 from turnkeep.cache.tiers.cold_tiers import ColdTiers
 from turnkeep.scheduler.config import SchedulerConfig
+from turnkeep.scheduler.drafts import TreeGrant
 from turnkeep.scheduler.events import Finished, SchedulerEvent, TokenOut
 from turnkeep.scheduler.request import Request, SamplingParams
 from turnkeep.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 50
+DRAFT_CAPACITY = 7
 
 
 class FakeClock:
@@ -99,16 +102,32 @@ def make_bench(
     max_step_tokens: int = 32,
     max_model_len: int = 200,
     make_tiers: Callable[[CacheSpec, ContentProbe, FakeClock], ColdTiers] | None = None,
+    draft_seed: int | None = None,
     **config: int,
 ) -> Bench:
+    """draft_seed: drafts are made and verified, some of them right, over histories of DRAFT_CAPACITY tokens."""
     spec = make_spec(page_size=page_size, has_pages=has_pages, has_state=has_state)
     clock = FakeClock()
-    probe = ContentProbe(num_pages=num_pages, num_state_rows=num_state_rows, page_size=page_size, vocab_size=VOCAB_SIZE)
+    sizes = {
+        "num_pages": num_pages,
+        "num_state_rows": num_state_rows,
+        "page_size": page_size,
+        "vocab_size": VOCAB_SIZE,
+    }
+    grant = None
+    if draft_seed is None:
+        probe = ContentProbe(**sizes)
+    else:
+        if spec.state is not None:
+            spec = replace(spec, history=HistorySpec(DRAFT_CAPACITY, spec.state.parts))
+        grant = TreeGrant(num_nodes=6 * max_running, max_nodes_per_request=6, max_depth=4, max_children=3)
+        probe = DraftingProbe(num_history_slots=max_running, capacity=DRAFT_CAPACITY, seed=draft_seed, **sizes)
     cache = CacheManager(
         spec,
         CacheConfig(prefix_caching=prefix_caching),
         num_pages=num_pages,
         num_state_rows=num_state_rows,
+        num_history_slots=max_running if draft_seed is not None else 0,
         clock=clock,
         tiers=None if make_tiers is None else make_tiers(spec, probe, clock),
     )
@@ -117,6 +136,7 @@ def make_bench(
         max_step_tokens=max_step_tokens,
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
+        tree_grant=grant,
         **{"decode_reserve_tokens": 8, "min_shared_tokens": 4, **config},
     )
     return Bench(Scheduler(cache, limits, clock), cache, probe, clock, [])
