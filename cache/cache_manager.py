@@ -87,8 +87,7 @@ class CacheManager:
         self._leaves = ConversationLeaves(reclaimer)
         reclaimer.on_removed = self._retention.forget
         self._copies = PendingCopies(reclaimer)
-        history = spec.history
-        self._replay = ReplaySlots(num_history_slots if history else 0, history.capacity if history else 0)
+        self._replay = ReplaySlots.of(spec.history, num_history_slots)
         self._snapshots = TurnSnapshots(reclaimer, self._committer, self._retention, counters, self._observer, rules)
         self._opener = Opener(
             spec.page_size, search=self._search, reclaimer=reclaimer, copies=self._copies, counters=counters
@@ -339,8 +338,7 @@ class CacheManager:
             self._observer.closed(seq)
 
     def distrust(self, rows: Collection[int]) -> None:
-        """A step that was to write these rows has failed: snapshots in them are dropped, as nobody knows what they
-        hold. No open sequence may need them."""
+        """A step that was to write these rows failed: snapshots in them are dropped. No open sequence needs them."""
         self._reclaimer.drop_rows(rows)
 
     def close_conversation(self, cache_root: str, conversation_id: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from turnkeep.cache.copies import HistoryFold
 from turnkeep.cache.sequence_cache import SequenceCache
+from turnkeep.cache.spec import HistorySpec
 
 
 class ReplaySlots:
@@ -21,6 +22,11 @@ class ReplaySlots:
         self.capacity = capacity
         self._free = list(range(num_slots - 1, -1, -1))
         self._folds: dict[int, HistoryFold] = {}  # by target row: the newest is what its owner wants
+
+    @classmethod
+    def of(cls, spec: HistorySpec | None, num_slots: int) -> ReplaySlots:
+        """None at all where no drafts are verified."""
+        return cls(0, 0) if spec is None else cls(num_slots, spec.capacity)
 
     @property
     def num_free(self) -> int:
