@@ -164,12 +164,22 @@ async def test_a_store_that_is_down_does_not_keep_a_turn_from_being_answered(tex
         assert len(proxy.requests[-1][1]["input"]) == 4
 
 
-async def test_a_plain_openai_server_gets_chat_completions_only(text_model: TextModel, twin: Twin) -> None:
+async def test_a_plain_openai_server_is_enough(text_model: TextModel, twin: Twin) -> None:
     async with spoiled(text_model, always(text_model)) as (_, proxy):
+        proxy.is_plain = True
         client = twin.client(proxy.url)
         conversation = await twin.call(client.conversation, system="Be brief.", retries=QUICK)
-        conversation._note_server([], has_websockets=True)
         assert (await twin.call(conversation.send, "Count")).stats.transport == "chat"
         path, body, _ = proxy.requests[-1]
         assert path == "/v1/chat/completions"
         assert set(body) == {"model", "messages", "stream", "stream_options", "prompt_cache_key"}
+        other = twin.keep(twin.client(proxy.url).load_conversation(conversation.to_json()))
+        await twin.call(other.send, "Again")
+        assert [message["role"] for message in proxy.requests[-1][1]["messages"]] == [
+            "system", "user", "assistant", "user"
+        ]  # fmt: skip
+        fork = twin.keep(conversation.fork())
+        assert (await twin.call(fork.compact)).startswith("One two")
+        for missing in (conversation.count_tokens, conversation.cache_report):
+            with pytest.raises(openai.NotFoundError):
+                await twin.call(missing)

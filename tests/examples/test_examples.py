@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -103,6 +104,20 @@ def test_a_batch_needs_no_server() -> None:
     lines = run(None, "offline_batch.py").splitlines()
     assert [line.partition(":")[0] for line in lines] == ["Mara", "Nils", "Lena", "Hugo"]
     assert all("Oslo" in line for line in lines)
+
+
+def test_the_trace_is_replayed_with_most_of_it_reused(server: Server, tmp_path: Path) -> None:
+    trace, picture = EXAMPLES / "order_desk_trace.jsonl", tmp_path / "plot.png"
+    command = [sys.executable, "-m", "turnkeep.server.cli", "replay", str(trace), "--url", server.url]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [*command, "--plot", str(picture)], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    numbers = json.loads(done.stdout.strip().splitlines()[-1])
+    assert numbers["failed"] == 0
+    assert numbers["requests"] == len(trace.read_text().splitlines()) - 1
+    assert numbers["cached_share"] > 0.7
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_example_is_listed_and_every_listed_one_exists() -> None:

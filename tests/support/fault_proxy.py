@@ -36,6 +36,7 @@ class FaultProxy:
     url: str = ""
     faults: list[Fault] = field(default_factory=list)
     spoiled: tuple[str, ...] = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+    is_plain: bool = False  # behave as a server that has Chat Completions and nothing else
     requests: list[tuple[str, dict[str, object], dict[str, str]]] = field(default_factory=list)
 
 
@@ -56,6 +57,11 @@ async def fault_proxy(target: str) -> AsyncIterator[FaultProxy]:
             if isinstance(fault, Refuse):
                 error = {"message": "refused by the proxy", "type": "server_error", "param": None, "code": fault.code}
                 return web.json_response({"error": error}, status=fault.status, headers=fault.headers)
+            if proxy.is_plain and request.path == "/v1/models":
+                model = {"id": "demo", "object": "model", "created": 0, "owned_by": "somebody"}
+                return web.json_response({"object": "list", "data": [model]})
+            if proxy.is_plain and request.path != "/v1/chat/completions":
+                return web.json_response({"detail": "Not Found"}, status=404)
             passed = {name: value for name, value in request.headers.items() if name.lower() not in ("host",)}
             url = f"{target}{request.path_qs}"
             async with session.request(request.method, url, headers=passed, data=body) as answer:
