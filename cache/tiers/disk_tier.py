@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +18,7 @@ from pathlib import Path
 from turnkeep.cache.tiers.background import Background
 from turnkeep.cache.tiers.record import Bytes, Record, RecordName
 from turnkeep.cache.tiers.record_files import (
+    TEMPORARY,
     FoundFile,
     RecordFileError,
     file_bytes,
@@ -30,6 +31,8 @@ from turnkeep.cache.tiers.row_codec import RowCodec
 from turnkeep.cache.tiers.tier_counters import TierCounters
 
 LOCK_NAME = "lock"
+LAYOUT_NAME = re.compile(r"[0-9a-f]{32}")
+OWN_SUFFIXES = (".pages", ".snapshot", TEMPORARY)
 LOCK_TIMEOUT_S = 2.5  # a process that was killed may take a moment to be gone
 PAUSE_AFTER_FAILURE_S = 60.0
 
@@ -75,7 +78,7 @@ def trim_other_layouts(base: Path, kept: Path, max_bytes: int) -> int:
     found: list[tuple[float, int, Path]] = []
     with suppress(OSError):
         for folder in base.iterdir():
-            if folder != kept and (folder / LOCK_NAME).is_file():
+            if folder != kept and LAYOUT_NAME.fullmatch(folder.name) and (folder / LOCK_NAME).is_file():
                 files = [entry.stat() for entry in os.scandir(folder)]
                 found.append((max(file.st_mtime for file in files), sum(file.st_size for file in files), folder))
     num_bytes = sum(size for _, size, _ in found)
@@ -86,11 +89,14 @@ def trim_other_layouts(base: Path, kept: Path, max_bytes: int) -> int:
         with suppress(DiskTierError, OSError):
             descriptor = lock_folder(folder, timeout_s=0.0)
             try:
-                shutil.rmtree(folder)
+                for path in folder.iterdir():
+                    if path.suffix in OWN_SUFFIXES or path.name == LOCK_NAME:
+                        path.unlink()
+                num_bytes -= size
+                num_removed += 1
+                folder.rmdir()  # fails where somebody else keeps something in it
             finally:
                 os.close(descriptor)
-            num_bytes -= size
-            num_removed += 1
     return num_removed
 
 

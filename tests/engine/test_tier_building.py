@@ -76,19 +76,20 @@ def test_a_file_in_place_of_the_folder_is_a_notice(tmp_path: Path) -> None:
 
 
 def test_folders_of_other_models_make_room_unless_they_are_in_use(tmp_path: Path) -> None:
-    for name in ("used", "old", "new"):
-        folder = tmp_path / name
+    used, old, shared, new, foreign = (tmp_path / name for name in ("a" * 32, "b" * 32, "c" * 32, "d" * 32, "foreign"))
+    for folder in (used, old, shared, new, foreign):
         folder.mkdir()
         (folder / LOCK_NAME).touch()
-        (folder / "record").write_bytes(b"x" * MIB)
-    for path in (tmp_path / "old").iterdir():
+        (folder / "record.pages").write_bytes(b"x" * MIB)
+    (shared / "notes.txt").write_text("not ours")
+    for path in [*used.iterdir(), *old.iterdir(), *shared.iterdir(), *foreign.iterdir()]:
         os.utime(path, (1, 1))
-    held = lock_folder(tmp_path / "used")
-    (tmp_path / "not ours").mkdir()
+    held = lock_folder(used)
     build(tmp_path, disk_bytes=2 * MIB)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert {"used", "new", "not ours"} <= names
-    assert "old" not in names
+    assert not old.exists()
+    assert [path.name for path in shared.iterdir()] == ["notes.txt"]
+    for folder in (used, new, foreign):
+        assert (folder / "record.pages").exists(), folder
     os.close(held)
 
 
