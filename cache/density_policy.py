@@ -100,30 +100,23 @@ class DensityPolicy:
         if turn is None or kind not in ("trunk", "branch", "turn_start", "turn_end"):
             return True
         mark = turn.prefixes.mark(position) if position <= turn.prefixes.num_tokens else None
-        if kind == "turn_start" and mark is not None:
-            turn.starts.append(mark)
-            if turn.line.is_kept_so_far:  # a user speaks after a reply that stayed
-                turn.line.is_kept_so_far = False
-                self._chance.observe_reply(turn.line, is_dropped=False)
-        line, share = turn.line, ADMIT_SHARE
+        share = ADMIT_SHARE
         if kind in ("trunk", "branch"):
             trunk = self._trunks.get(mark) if mark is not None else None
             value = self._forecast.first_index("trunk") if trunk is None else self._forecast.index(trunk)
         else:
-            drop_rate = self._chance.drop_rate(line)
+            if kind == "turn_start" and mark is not None:
+                self._user_spoke(turn, mark)
+            drop_rate, chance = self._chance.drop_rate(turn.line), self._chance.next_lost(turn.line)
             is_needed = kind == "turn_start" and drop_rate >= 0.5
-            if (
-                kind == "turn_start"
-                and not (is_needed and position != turn.spare)
-                and self._has_near_spare(turn, seq, position)
-            ):
+            is_spare = kind == "turn_start" and (not is_needed or position == turn.spare)
+            if is_spare and self._has_near_spare(turn, seq, position):
                 return False
-            chance = self._chance.next_lost(line)
             if is_needed:
                 chance = max(chance, drop_rate)
             else:
                 share = SPARE_SHARE
-            value = self._forecast.index(line) * chance
+            value = self._forecast.index(turn.line) * chance
         if not self._order.is_full:
             return True
         base = max([turn.resumed, *(export.position for export in seq.exports if export.position < position)])
@@ -293,6 +286,13 @@ class DensityPolicy:
             if used.mark is not None:
                 self._trunks.put(used.mark, used)
             self._wait(used, "trunk")
+
+    def _user_spoke(self, turn: Turn, mark: Mark) -> None:
+        """The user's words end at `mark`."""
+        turn.starts.append(mark)
+        if turn.line.is_kept_so_far:  # the reply before them stayed
+            turn.line.is_kept_so_far = False
+            self._chance.observe_reply(turn.line, is_dropped=False)
 
     def _wanted(
         self, turn: Turn, seen: int, trunks: list[tuple[Mark, Trunk]], *, is_foreign: bool
