@@ -104,6 +104,8 @@ class DensityPolicy:
         if kind in ("trunk", "branch"):
             trunk = self._trunks.get(mark) if mark is not None else None
             value = self._forecast.first_index("trunk") if trunk is None else self._forecast.index(trunk)
+            if kind == "trunk" and (trunk is None or not trunk.num_uses):
+                share = SPARE_SHARE  # named by the template, and no other conversation was ever seen to share it
         else:
             if kind == "turn_start" and mark is not None:
                 self._user_spoke(turn, mark)
