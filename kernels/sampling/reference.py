@@ -14,6 +14,7 @@ from turnkeep.kernels.sampling.sampling_batch import SamplingBatch, SamplingRow
 
 # Filters look at this many of the likeliest tokens first, at more of them only if they do not decide.
 NUM_CANDIDATES = 64
+LARGE_VOCABULARY, MANY_CANDIDATES = 8192, 256  # a second look at so many logits costs more than sorting a few more
 MORE_CANDIDATES = 16  # times as many
 # Noise is drawn for kept tokens alone while they are at most this share of the vocabulary (one draw serves four
 # neighbours when the whole row is drawn).
@@ -75,7 +76,8 @@ def _draw(logits: torch.Tensor, largest: torch.Tensor, rows: Sequence[SamplingRo
 def _kept(scaled: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of the tokens that the filters keep and which of them count, [K, n] each, n the largest kept set."""
     vocab_size = scaled.shape[1]
-    length, counts = NUM_CANDIDATES, None
+    length = NUM_CANDIDATES if vocab_size < LARGE_VOCABULARY else MANY_CANDIDATES
+    counts = None
     while counts is None:
         values, ids = likeliest(scaled, length if 2 * length < vocab_size else vocab_size)
         counts = num_kept(scaled, values, rows)
