@@ -166,8 +166,8 @@ def test_r43_a_history_is_folded_before_a_step_that_might_not_fit_and_only_then(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_r44_many_steps_of_replay_stay_with_steps_in_place(kind: TinyKind) -> None:
-    """Over 150 tokens, with paths of every length, folds in between and never a look at the rows in place."""
-    num_tokens, logprobs = 150, []
+    """Over 90 tokens, with paths of every length, folds in between and never a look at the rows in place."""
+    num_tokens, logprobs = 90, []
     truth(kind, num_tokens)
     for leaves in (None, {"a": 6, "b": 0}, {"a": None, "b": 5}):
         bench = make_loop(kind) if leaves is None else drafting_long(kind, leaves, num_tokens)

@@ -36,8 +36,8 @@ from turnkeep.scheduler.request import SamplingParams
 from turnkeep.scheduler.speculation_config import SpeculationConfig
 from turnkeep.scheduler.tree_budget import LEARN_EVERY
 
-NUM_PROMPTS = int(os.environ.get("TURNKEEP_CONFORMANCE_PROMPTS", "4"))
-NUM_TOKENS = int(os.environ.get("TURNKEEP_CONFORMANCE_TOKENS", "24"))
+NUM_PROMPTS = int(os.environ.get("TURNKEEP_CONFORMANCE_PROMPTS", "3"))
+NUM_TOKENS = int(os.environ.get("TURNKEEP_CONFORMANCE_TOKENS", "16"))
 KINDS: tuple[TinyKind, ...] = ("hybrid", "gated_delta")
 LIMITS = SpeculationConfig(5, 8, 16)
 DEMO_VOCAB_SIZE = 1280
@@ -208,18 +208,18 @@ def test_31_no_proposer_changes_tokens(kind: TinyKind, proposer: str, temperatur
     """The draft heads are compared in 27. Four tokens alone are likely, so that there is something to copy."""
     prompts = tiny_prompts(3)
     options = {"temperature": temperature, "seed": 3, "top_k": 4, "logit_bias": dict.fromkeys((5, 6, 7, 8), 30.0)}
-    plain = run_all(make_loop(kind, prefix_caching=False), prompts, **options)
+    plain = run_all(make_loop(kind, prefix_caching=False), prompts, 24, **options)
     known = {f"r{number}": [*prompts[number], *output] for number, output in enumerate(plain)}
     shares = {"right": 1.0, "mixed": 0.5, "wrong": 0.0}
     drafter: Any = PromptLookup()
     if proposer != "copies":
         drafter = ScriptedDrafter(known, VOCAB_SIZE, right=shares[proposer])
     bench = make_drafting_loop(kind, drafter, LIMITS)
-    assert run_all(bench, prompts, **options) == plain
+    assert run_all(bench, prompts, 24, **options) == plain
     ended = [bench.finished(f"r{number}") for number in range(3)]
     assert sum(one.num_draft_nodes for one in ended) > 0
     if proposer == "right":
-        assert sum(one.num_accepted_nodes for one in ended) > 60
+        assert sum(one.num_accepted_nodes for one in ended) > 36
 
 
 def snapshot_rows(bench: LoopBench) -> Iterator[tuple[int, list[torch.Tensor]]]:

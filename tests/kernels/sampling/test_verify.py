@@ -27,7 +27,7 @@ from turnkeep.kernels.sampling import (
 )
 
 VOCAB_SIZE = 24
-NUM_DRAWS = int(os.environ.get("TURNKEEP_SAMPLING_DRAWS", "20000"))
+NUM_DRAWS = int(os.environ.get("TURNKEEP_SAMPLING_DRAWS", "8000"))
 
 
 def model(path: Sequence[int]) -> torch.Tensor:
