@@ -13,7 +13,7 @@ CODE     := cache clients engine kernels models scheduler server src/turnkeep te
 
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: serve test check lint types format bench demo chat smollm2 clean help
+.PHONY: clients serve test check lint types format bench demo chat smollm2 clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,6 +65,9 @@ check: lint types test  ## what CI runs
 format: $(VENV)/.development  ## let ruff mend what it can
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
+
+clients: $(VENV)/.development  ## run real clients against a scripted server (installs them into build/clients)
+	@$(BIN)/python tests/real_clients/run.py $(ARGS)
 
 bench: $(VENV)/.development  ## the measured claims (minutes); recorded in benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.engine_overhead
