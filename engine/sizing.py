@@ -19,6 +19,7 @@ DEFAULT_MAX_RUNNING = 16
 MIN_USEFUL_TOKENS = 256  # one request must have room for this many, else the engine does not start
 TYPICAL_TOKENS = 2048  # of one conversation; decides how memory is split between pages and rows
 SNAPSHOTS_PER_CONVERSATION = 2  # the last turn_start and the last turn_end
+LEAST_ROWS_TO_HIT = 2  # a live one and that of the snapshot it goes on from
 SPARE_ROWS = 2  # shared trunk, and the one that is being written when another is let go
 MAX_POOL_PAGES = 1 << 20
 MAX_POOL_ROWS = 1 << 16
@@ -144,6 +145,11 @@ class _Sizing:
         limiting = self._limiting_resource(wanted, max_running, num_pages, num_rows)
         if config.max_running is not None and max_running < config.max_running:
             self._notices.append(f"max_running {config.max_running} lowered to {max_running}: {limiting}")
+        if spec.state is not None and config.cache.prefix_caching and num_rows - 1 < LEAST_ROWS_TO_HIT:
+            self._notices.append(
+                f"the prefix cache cannot hit: of {num_rows - 1} state rows none is left for a snapshot beside the live "
+                f"one; give at least {LEAST_ROWS_TO_HIT + 1} (num_state_rows)"
+            )
         return PoolSizes(
             num_pages=num_pages,
             num_state_rows=num_rows,

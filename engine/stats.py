@@ -22,7 +22,8 @@ def gather_stats(scheduler: Scheduler, step_seconds: float, *, requested: bool) 
         if field.name not in _GAUGES:
             _add(counters, field.name, getattr(own, field.name))
     counters |= scheduler.draft_values()
-    gauges = {f"cache_{name}": float(value) for name, value in cache.gauge_values().items()}
+    gauges = {"max_running": float(scheduler.max_running)}
+    gauges |= {f"cache_{name}": float(value) for name, value in cache.gauge_values().items()}
     counters |= {f"cache_{name}": float(value) for name, value in cache.counter_values().items()}
     return Stats(
         num_steps=own.num_steps,

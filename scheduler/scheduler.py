@@ -244,6 +244,11 @@ class Scheduler:
         self._events = []
         return events
 
+    @property
+    def max_running(self) -> int:
+        """Requests that run at once at most, by whatever resource is short."""
+        return self._config.max_running
+
     def stats(self) -> SchedulerStats:
         """Counters so far and the present gauges; the object is the scheduler's own."""
         stats = self._stats

@@ -116,6 +116,7 @@ def test_stats_come_on_request_and_about_every_second() -> None:
     assert answer.requested
     assert answer.num_free_pages == 64
     assert answer.gauges["cache_num_free_rows"] == 32
+    assert answer.gauges["max_running"] == 8
     assert answer.counters["num_steps"] == 0
     engine.loop.receive(submit("r", max_new_tokens=20))
     for _ in range(10):

@@ -83,6 +83,13 @@ def test_a_length_beyond_the_models_own_is_lowered_with_a_notice() -> None:
     assert found.notices == ("max_model_len 1000 lowered to the model's own 512",)
 
 
+@pytest.mark.parametrize(("num_state_rows", "num_notices"), [(2, 1), (3, 0)])
+def test_pools_in_which_no_prefix_can_be_found_say_so(num_state_rows: int, num_notices: int) -> None:
+    found = sizes(HYBRID, 300, num_state_rows=num_state_rows, max_running=1)
+    assert [notice for notice in found.notices if "cannot hit" in notice] == list(found.notices)[:num_notices]
+    assert len(found.notices) == num_notices
+
+
 @pytest.mark.parametrize(
     ("kind", "has_kv", "has_state"),
     [
