@@ -9,7 +9,6 @@ Prints a table and one JSON line.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -75,21 +74,20 @@ def submit_frame(request_id: str, prompt: list[int], conversation: str | None) -
 def measure(num_tokens: int, rounds: int, *, tagged: bool, policy: str) -> tuple[list[float], list[float]]:
     """Milliseconds from message to opened sequence, one for each returning turn: wall clock, processor."""
     from turnkeep.engine.framing import decode_message
+    from turnkeep.engine.process import _calm_garbage_collector
 
+    _calm_garbage_collector()
     loop = make_loop(num_tokens + rounds * (NEW_TOKENS + 8), policy)
     conversation = "c" if tagged else None
     prompt = [(7919 * place) % 99_991 for place in range(num_tokens)]
     wall_ms, cpu_ms = [], []
     for turn in range(rounds + 1):
         frame = submit_frame(f"t{turn}", prompt, conversation)
-        gc.collect()
-        gc.disable()
         start, cpu_start = time.perf_counter(), time.thread_time()
         loop.receive(decode_message(frame))
         loop._scheduler._admit()
         cpu_ms.append((time.thread_time() - cpu_start) * 1e3)
         wall_ms.append((time.perf_counter() - start) * 1e3)
-        gc.enable()
         request = loop._scheduler._running[0]
         assert turn == 0 or request.num_cached_tokens > len(prompt) - NEW_TOKENS - 2, "the turn before was not reused"
         while loop.has_work:
