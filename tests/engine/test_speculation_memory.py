@@ -50,7 +50,11 @@ def test_terms_of_a_large_models_layer_are_a_small_part_of_its_state() -> None:
     """Layers of 128 heads of 64 with a state of 128: what 32 nodes and a whole history take of 32 rows."""
     values = {
         **find_model("demo").config_dict(),
-        "hidden_size": 4096, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
+        "hidden_size": 4096,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
     }
     spec = cache_spec(ModelConfig.from_dict(values), 16, "bfloat16", history_capacity=CAPACITY)
     assert spec.history is not None
