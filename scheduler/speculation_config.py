@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT_MAX_DRAFT_LEN = 6
+DEFAULT_MAX_DRAFT_LEN = 7
 DEFAULT_TREE_TOPK = 3
 DEFAULT_MAX_NODES = 15  # filled in where no size is named: the step planner grants fewer when fewer pay
 
