@@ -183,6 +183,19 @@ def test_prompts_that_rewrite_every_answer_resume_at_the_end_of_the_prompt_befor
     assert reused == [0, 42, 163, 283]
 
 
+def test_a_full_cache_takes_a_short_trunk_that_nobody_shared_only_where_prompts_were_seen_to_part() -> None:
+    bench = Bench(num_rows=8)
+    for number in range(100):
+        bench.turn(_words(str(number)), [1, 2], f"c{number}")
+    prompt = _words("new")
+    seq = bench.cache.open(bench.cache.match("", prompt), prompt, conversation_id="new")
+    assert seq is not None
+    before = bench.cache.stats().counters.skipped_snapshots["not_worth"]
+    assert bench.cache.reserve_export(seq, 5, "trunk") is None
+    assert bench.cache.stats().counters.skipped_snapshots["not_worth"] == before + 1
+    assert bench.cache.reserve_export(seq, 5, "branch") is not None
+
+
 def test_after_a_quiet_night_no_event_lets_more_than_a_few_waiters_grow_older() -> None:
     forecast = ReturnForecast()
     waiters = [Waiter() for _ in range(2000)]

@@ -82,11 +82,12 @@ class CacheDriver:
         prefix_caching: bool = True,
         max_branches: int = 4,
         eviction_policy: EvictionPolicyName = "density",
+        idle_ttl_s: float = 0.0,
         config: CacheConfig | None = None,
         checks: bool = True,
         make_tiers: Callable[[CacheDriver], ColdTiers] | None = None,
     ) -> None:
-        """`config` takes the place of the three settings before it."""
+        """`config` takes the place of the four settings before it."""
         self.kind = kind
         self.checks = checks  # False for big trees: a check looks at everything
         self.clock = FakeClock()
@@ -96,13 +97,19 @@ class CacheDriver:
         self.cache = CacheManager(
             cache_spec(kind, page_size),
             config
-            or CacheConfig(prefix_caching=prefix_caching, max_branches=max_branches, eviction_policy=eviction_policy),
+            or CacheConfig(
+                prefix_caching=prefix_caching,
+                max_branches=max_branches,
+                eviction_policy=eviction_policy,
+                idle_ttl_s=idle_ttl_s,
+            ),
             num_pages=num_pages + 1,
             num_state_rows=num_rows + 1,
             clock=self.clock,
             tiers=None if make_tiers is None else make_tiers(self),
         )
         self.num_copies = 0
+        self.retention_s = 0.0  # what clients ask for from now on
 
     # One sequence
 
@@ -117,7 +124,13 @@ class CacheDriver:
         self, match: PrefixMatch, conversation_id: str | None = None, *, is_preparation: bool = False
     ) -> Run | None:
         self.clock.now_s += 1.0
-        seq = self.cache.open(match, match.token_ids, conversation_id=conversation_id, is_preparation=is_preparation)
+        seq = self.cache.open(
+            match,
+            match.token_ids,
+            conversation_id=conversation_id,
+            retention_s=self.retention_s,
+            is_preparation=is_preparation,
+        )
         if seq is None:
             return None
         return Run(seq, [int(token_id) for token_id in match.token_ids], conversation_id, match.cache_root)

@@ -43,9 +43,16 @@ class CacheMachine(RuleBasedStateMachine):
         num_pages=st.integers(6, 40),
         prefix_caching=st.sampled_from([True, True, True, True, False]),
         max_branches=st.integers(1, 3),
+        idle_ttl_s=st.sampled_from([0.0, 0.0, 20.0]),
     )
     def make_cache(
-        self, page_size: int, num_rows: int, num_pages: int, prefix_caching: bool, max_branches: int
+        self,
+        page_size: int,
+        num_rows: int,
+        num_pages: int,
+        prefix_caching: bool,
+        max_branches: int,
+        idle_ttl_s: float,
     ) -> None:
         self.driver = self.make_driver(
             page_size=page_size,
@@ -53,6 +60,7 @@ class CacheMachine(RuleBasedStateMachine):
             num_rows=num_rows,
             prefix_caching=prefix_caching,
             max_branches=max_branches,
+            idle_ttl_s=idle_ttl_s,
         )
         self.runs: list[Run] = []
         self.matches: list[PrefixMatch] = []
@@ -61,6 +69,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     def make_driver(self, **options: Any) -> CacheDriver:
         return CacheDriver(self.kind, **options)
+
+    @rule(seconds=st.sampled_from([0.0, 3.0, 30.0, 1e6]))
+    def ask_to_keep(self, seconds: float) -> None:
+        self.driver.retention_s = seconds
 
     # Starting
 
