@@ -109,7 +109,10 @@ class AsyncConversation(ConversationState):
         return self._child(self._sub_agent_state(name, system, None if tools is None else ToolSet.of(tools)))
 
     async def compact(self, max_tokens: int = 1024) -> str:
-        """Put a summary, written by the model itself, in the place of all messages. Returns it."""
+        """Put a summary, written by the model itself, in the place of all messages. Returns it.
+
+        Raises TurnkeepError when it wrote none, besides what send() raises; all messages are then still there.
+        """
         side_call = self.fork("summary")
         side_call.transport = "chat"
         summary = (await side_call.send(SUMMARY_TASK, max_tokens=max_tokens, tool_choice="none")).text
@@ -135,8 +138,7 @@ class AsyncConversation(ConversationState):
 
     async def cache_report(self) -> dict[str, Any]:
         """What the server reused and lost in every turn, and why. Raises openai.NotFoundError at other servers."""
-        path = f"/conversations/{self.conversation_id}/cache"
-        return await self._owner.get(path, cast_to=dict[str, Any])
+        return await self._owner.get(self._cache_path, cast_to=dict[str, Any])
 
     async def close(self) -> None:
         """The conversation will not go on: the server may let go of it first. Nothing is raised; call it twice."""
@@ -146,7 +148,7 @@ class AsyncConversation(ConversationState):
         await self._close_socket()
         if self._has_extensions and self._history.turns:
             with suppress(openai.APIError, TRANSPORT_ERROR):  # a hint only
-                await self._client.delete(f"/conversations/{self.conversation_id}/cache", cast_to=object)
+                await self._client.delete(self._cache_path, cast_to=object)
 
     def _child(self, state: dict[str, Any]) -> AsyncConversation:
         child = AsyncConversation(self._owner, **state)

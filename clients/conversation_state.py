@@ -8,9 +8,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import getrandbits
 from typing import Any, Literal
+from urllib.parse import quote
 
-from turnkeep.clients.errors import PrefixBroken
-from turnkeep.clients.history import History, Message, stats_of
+from turnkeep.clients.errors import PrefixBroken, TurnkeepError
+from turnkeep.clients.history import History, Message, sendable, stats_of
 from turnkeep.clients.options import TurnOptions
 from turnkeep.clients.retry import RetryPolicy
 from turnkeep.clients.tools import ToolSet
@@ -20,6 +21,7 @@ from turnkeep.clients.turn_driver import Transport, TurnDriver
 OnPrefixBreak = Literal["raise", "warn", "ignore"]
 PARENT_HEADER = "X-Parent-Conversation-Id"
 FINAL_HEADER = "X-Conversation-Final"
+MAX_ID_CHARACTERS = 256
 
 SUMMARY_HEADING = "Summary of the conversation so far:"
 SUMMARY_TASK = (
@@ -45,18 +47,23 @@ class ConversationState:
         history: History | None = None,
     ) -> None:
         self.model = model
-        self.conversation_id = conversation_id or f"conv-{uuid.uuid4().hex}"
+        self.conversation_id = _checked_id(conversation_id or f"conv-{uuid.uuid4().hex}")
         self.parent_id = parent_id
         self.tools = tools or ToolSet(())
         self.transport: Transport | None = transport
         self.retries = retries or RetryPolicy()
         self._on_prefix_break: OnPrefixBreak = on_prefix_break
-        self._history = history if history is not None else History(system, self.tools.specifications())
-        self._base_system = system
+        self._history = history if history is not None else History(sendable(system), self.tools.specifications())
+        self._base_system = sendable(system)
         self._knows_server = False
         self._has_extensions = False
         self._is_busy = False
         self._is_closed = False
+
+    @property
+    def _cache_path(self) -> str:
+        """Of the server's report about this conversation."""
+        return f"/conversations/{quote(self.conversation_id, safe='')}/cache"
 
     @property
     def messages(self) -> list[Message]:
@@ -116,7 +123,7 @@ class ConversationState:
         """Arguments for a conversation of its own that counts as a child of this one."""
         state = self._new_state(name)
         tools = tools if tools is not None else self.tools
-        history = History(system if system is not None else self._base_system, tools.specifications())
+        history = History(sendable(system) if system is not None else self._base_system, tools.specifications())
         return {**state, "system": history.system, "tools": tools, "history": history}
 
     def _start_turn(self, new: list[Message], options: TurnOptions, clock: Callable[[], float]) -> TurnDriver:
@@ -179,7 +186,7 @@ class ConversationState:
         pending = self._history.pending_calls()
         if pending:
             raise ValueError(f"the last answer called tools: submit the results of {', '.join(pending)} first")
-        return [{"role": "user", "content": text}]
+        return [{"role": "user", "content": sendable(text)}]
 
     def _result_messages(self, results: Mapping[str, str]) -> list[Message]:
         """One message a call, in the order of the calls. Raises ValueError for missing or unknown ids."""
@@ -188,10 +195,15 @@ class ConversationState:
         unknown = [call_id for call_id in results if call_id not in pending]
         if missing or unknown or not pending:
             raise ValueError(f"tool results: missing {missing}, unknown {unknown}, expected {pending}")
-        return [{"role": "tool", "tool_call_id": call_id, "content": results[call_id]} for call_id in pending]
+        return [{"role": "tool", "tool_call_id": call_id, "content": sendable(results[call_id])} for call_id in pending]
 
     def _use_summary(self, summary: str) -> None:
-        """The summary takes the place of all messages, behind the system text: every template can show it there."""
+        """The summary takes the place of all messages, behind the system text: every template can show it there.
+
+        Raises TurnkeepError for an empty one, which would forget everything.
+        """
+        if not summary.strip():
+            raise TurnkeepError("the model wrote no summary (max_tokens too small?); the conversation is as before")
         parts = [part for part in (self._base_system, f"{SUMMARY_HEADING}\n\n{summary.strip()}") if part]
         self._history.system = "\n\n".join(parts)
         self._history.replace([])
@@ -206,6 +218,18 @@ class ConversationState:
 def results_by_call(calls: Sequence[ToolCall], outputs: Iterable[str]) -> dict[str, str]:
     """Call id -> output, for submit_tool_results."""
     return {call.id: output for call, output in zip(calls, outputs, strict=True)}
+
+
+def _checked_id(conversation_id: str) -> str:
+    """What a header can hold and the server takes for an id; it would pass over any other. Raises ValueError."""
+    fits = conversation_id.isascii() and conversation_id.isprintable() and len(conversation_id) <= MAX_ID_CHARACTERS
+    is_path = "/" in conversation_id or "\\" in conversation_id or conversation_id in (".", "..")
+    if not fits or is_path or conversation_id != conversation_id.strip():
+        raise ValueError(
+            f"a conversation's id is at most {MAX_ID_CHARACTERS} characters of printable ASCII, without slashes and "
+            f"without blanks around it, not {conversation_id!r}"
+        )
+    return conversation_id
 
 
 def _child_id(parent: str, name: str | None) -> str:

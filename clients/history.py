@@ -125,6 +125,13 @@ class History:
         return history
 
 
+def sendable(text: Any) -> Any:
+    """A text that UTF-8 can hold: a lone surrogate (file names and cut strings have them) becomes U+FFFD."""
+    if not isinstance(text, str):
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def answer_message(turn: Turn) -> Message:
     """An answer as the message that goes back: reasoning and arguments byte for byte."""
     message: Message = {"role": "assistant", "content": turn.text}

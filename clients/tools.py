@@ -70,8 +70,11 @@ class Tool:
                 f"{'.'.join(map(str, problem['loc'])) or 'arguments'}: {problem['msg']}" for problem in error.errors()
             )
             raise InvalidArguments(f"invalid arguments for {self.name}: {problems}") from None
-        return {name: getattr(values, name) for name in type(values).model_fields}
+        return {_parameter(field): getattr(values, field) for field in type(values).model_fields}
 
+
+# Fields get names of their own: a parameter may be called like an attribute of pydantic's models, or `_private`.
+_FIELD = "argument_"
 
 # A function, or the specification of a tool that the caller runs itself.
 Toolish = Function | Mapping[str, Any] | Tool
@@ -143,9 +146,9 @@ def _from_function(function: Function) -> Tool:
         if parameter.name not in hints:
             raise InvalidTool(f"{name}: parameter {parameter.name} has no annotation")
         default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (_described(hints[parameter.name]), default)
+        fields[_FIELD + parameter.name] = (_described(hints[parameter.name]), default)
     try:
-        model = pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
+        model = pydantic.create_model(name, __config__=_CONFIG, **fields)
         schema = model.model_json_schema()
     except (pydantic.PydanticUserError, pydantic_core.SchemaError, NameError, TypeError) as error:
         raise InvalidTool(f"{name}: {error}") from None
@@ -153,6 +156,14 @@ def _from_function(function: Function) -> Tool:
     description = inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].replace("\n", " ")
     specification = {"name": name, "description": description, "parameters": schema}
     return Tool(name, {"type": "function", "function": specification}, function, model)
+
+
+def _parameter(field: str) -> str:
+    """The name of the parameter that a field stands for."""
+    return field.removeprefix(_FIELD)
+
+
+_CONFIG = pydantic.ConfigDict(extra="forbid", alias_generator=_parameter)
 
 
 def _described(hint: Any) -> Any:

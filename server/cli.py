@@ -93,7 +93,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"turnkeep {turnkeep.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve a model over HTTP", parents=[serve_parser()], add_help=False)
+    # No abbreviations: a key of a configuration file with a letter missing must not become another option.
+    serve = commands.add_parser(
+        "serve", help="serve a model over HTTP", parents=[serve_parser()], add_help=False, allow_abbrev=False
+    )
     serve.set_defaults(run=run_serve, log_level="info")
 
     chat = commands.add_parser("chat", help="chat in the terminal, with the cost of every turn")

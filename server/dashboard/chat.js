@@ -104,16 +104,19 @@ function setRunning(controller) {
 }
 
 async function send(said) {
-  const kept = messages.length;
-  messages.push({ role: "user", content: said });
+  const conversation = messages; // "New conversation" puts another one in its place
+  const kept = conversation.length;
+  conversation.push({ role: "user", content: said });
   show("you").append(element("span", said));
   setRunning(new AbortController());
   try {
     for (let round = 0; round < MAX_TOOL_ROUNDS && await answerOnce(running.signal); round += 1);
   } catch (error) {
     // A turn that failed is not part of the conversation, so that it can be said again.
-    messages.length = kept;
-    show("error").append(element("span", error.name === "AbortError" ? "stopped" : error.message, "error"));
+    conversation.length = kept;
+    if (conversation === messages) {
+      show("error").append(element("span", error.name === "AbortError" ? "stopped" : error.message, "error"));
+    }
   } finally {
     setRunning(null);
     byId("say").focus();

@@ -76,6 +76,18 @@ def test_the_second_turn_of_a_chat_shows_its_reuse(server: Server, browser: Brow
     assert browser.complaints() == []
 
 
+def test_a_new_conversation_in_the_middle_of_an_answer_starts_empty(server: Server, browser: Browser) -> None:
+    browser.open(f"{server.url}/ui")
+    say(browser, "Mara lives in Oslo.")
+    # In one go, so that the answer cannot be complete before the second click.
+    browser.run("byId('say').value = 'Where does Mara live?'; byId('chat-form').requestSubmit(); byId('again').click()")
+    browser.until(lambda: not browser.run("return byId('send').disabled"))
+    assert browser.run("return messages.length") == 0
+    assert browser.texts(".message") == []
+    assert "Noted" in say(browser, "Mara lives in Graz.")
+    assert browser.complaints() == []
+
+
 def test_tool_calls_are_run_and_shown(server: Server, browser: Browser) -> None:
     browser.open(f"{server.url}/ui")
     browser.click("#with-tools")

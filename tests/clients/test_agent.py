@@ -231,3 +231,39 @@ def test_outputs_become_text() -> None:
         "text", "3", "null", '{"a":[1]}', '{"amount":4}',
     ]  # fmt: skip
     assert "object at" in output_text(object())
+
+
+def test_parameters_may_be_called_like_attributes_of_a_model_or_begin_with_an_underscore() -> None:
+    def found(_after: int, copy: bool, model_config: str = "", schema: int = 1, model_dump: str = "") -> str:
+        return f"{_after} {copy} {model_config} {schema} {model_dump}"
+
+    tool = Tool.of(found)
+    parameters = tool.specification["function"]["parameters"]
+    assert list(parameters["properties"]) == ["_after", "copy", "model_config", "schema", "model_dump"]
+    assert parameters["required"] == ["_after", "copy"]
+    arguments = {"_after": 1, "copy": True, "model_config": "a", "schema": 2, "model_dump": "b"}
+    assert tool.bound(json.dumps(arguments)) == arguments
+    with pytest.raises(InvalidArguments, match="_after: Input should be a valid integer"):
+        tool.bound('{"_after": "x", "copy": true}')
+    with pytest.raises(InvalidArguments, match="argument__after: Extra inputs"):
+        tool.bound('{"argument__after": 1, "_after": 1, "copy": true}')
+
+
+async def test_what_utf8_cannot_hold_does_not_end_an_agent(text_model: TextModel, twin: Twin) -> None:
+    def list_files() -> str:
+        return "caf\udce9.txt"
+
+    def fail() -> str:
+        raise ValueError("caf\udce9.txt")
+
+    director = in_turn(text_model, call("list_files") + call("fail"), "One file.")
+    async with live_server(director, text_model=text_model) as server:
+        client = twin.client(server.url)
+        conversation = await twin.call(client.conversation, system="Be \ud83d.", tools=[list_files, fail])
+        result = await twin.run_agent(conversation, "Which files \ud83d are there?")
+        assert result.text == "One file."
+        question, _, listed, failed, _ = conversation.messages
+        assert question["content"] == "Which files \ufffd are there?"
+        assert listed["content"] == "caf\ufffd.txt"
+        assert "ValueError" in failed["content"]
+        assert len(server.engine.submitted) == 2

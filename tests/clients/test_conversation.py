@@ -12,7 +12,7 @@ from live_server import live_server, saying
 from scripted_engine import Director, Script
 from sdk_twins import Twin
 
-from turnkeep.clients.errors import ContextOverflow, PrefixBroken
+from turnkeep.clients.errors import ContextOverflow, PrefixBroken, TurnkeepError
 from turnkeep.clients.turn import ReasoningDelta, TextDelta, ToolCall
 from turnkeep.engine.messages import Submit
 from turnkeep.server.text_model import TextModel
@@ -237,3 +237,37 @@ async def test_the_address_comes_from_the_environment(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TURNKEEP_BASE_URL", "http://127.0.0.1:9/v1")
     client = twin.keep((AsyncTurnkeep if twin.is_async else Turnkeep)())
     assert str(client.base_url) == "http://127.0.0.1:9/v1/"
+
+
+async def test_a_summary_that_is_empty_forgets_nothing(text_model: TextModel, twin: Twin) -> None:
+    director = in_turn(text_model, "Noted.", "<think>All of it went into thinking.</think>", "Oslo.")
+    async with live_server(director, text_model=text_model) as server:
+        conversation = await twin.call(twin.client(server.url).conversation)
+        await twin.call(conversation.send, "Mara lives in Oslo.")
+        before = conversation.messages
+        with pytest.raises(TurnkeepError, match="no summary"):
+            await twin.call(conversation.compact)
+        assert conversation.messages == before
+        assert (await twin.call(conversation.send, "Where?")).text == "Oslo."
+
+
+@pytest.mark.parametrize("wrong", ["\u017c\u00f3\u0142w", "two\nlines", " blank", "a/b", "x" * 257])
+async def test_an_id_that_no_header_can_hold_is_refused_at_once(text_model: TextModel, twin: Twin, wrong: str) -> None:
+    async with live_server(in_turn(text_model, "Noted."), text_model=text_model) as server:
+        client = twin.client(server.url)
+        with pytest.raises(ValueError, match="printable ASCII"):
+            await twin.call(client.conversation, conversation_id=wrong)
+        conversation = await twin.call(client.conversation)
+        with pytest.raises(ValueError, match="printable ASCII"):
+            conversation.fork(f"{wrong} ")
+        assert not server.engine.submitted
+
+
+async def test_an_id_with_a_question_mark_is_closed_and_reported(text_model: TextModel, twin: Twin) -> None:
+    name = "desk?of=<b>#1"
+    async with live_server(in_turn(text_model, "Noted."), text_model=text_model) as server:
+        conversation = await twin.call(twin.client(server.url).conversation, conversation_id=name)
+        await twin.call(conversation.send, "Mara lives in Oslo.")
+        assert (await twin.call(conversation.cache_report))["conversation_id"] == name
+        await twin.call(conversation.close)
+        assert server.engine.closed_conversations == [name]

@@ -132,6 +132,7 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path, served: list[Serv
         "periodic_snapshot_interval = -1",
         'additional_snapshot_offsets_from_end = ["a"]',
         "snapshot_interval = 64",
+        "periodic_snapshot_interva = 64",  # no abbreviation either
         '[cache]\nreuse_policy = "always"',
     ],
 )
