@@ -38,8 +38,8 @@ def prompts() -> list[list[int]]:
 
 @cache
 def cold() -> list[Outcome]:
-    """Each prompt alone, in one chunk, with nothing cached: what everything else must equal."""
-    engine = SteppedEngine(prefix_caching=False, max_step_tokens=4096)
+    """Each prompt alone, in one chunk, with nothing cached or drafted: what everything else must equal."""
+    engine = SteppedEngine(speculation="off", prefix_caching=False, max_step_tokens=4096)
     outcomes = [engine.run([prompt], max_new_tokens=NUM_NEW_TOKENS)[0] for prompt in prompts()]
     cold_logits.update({index: engine.logits[outcome.request_id] for index, outcome in enumerate(outcomes)})
     return outcomes
@@ -101,7 +101,7 @@ def test_suspended_equals_not_suspended() -> None:
     # Long answers outgrow what admission sets aside for each, in a pool for little more than one of them.
     chosen = sorted(prompts(), key=len)[:8]
     num_new_tokens = 120
-    ample = SteppedEngine(prefix_caching=False, max_step_tokens=4096)
+    ample = SteppedEngine(speculation="off", prefix_caching=False, max_step_tokens=4096)
     alone = [ample.run([prompt], max_new_tokens=num_new_tokens)[0] for prompt in chosen]
     longest = max(len(prompt) for prompt in chosen) + num_new_tokens
     tight = SteppedEngine(num_pages=longest // 16 + 10, num_state_rows=9, max_running=6, max_step_tokens=64)
@@ -110,14 +110,40 @@ def test_suspended_equals_not_suspended() -> None:
     assert [outcome.token_ids for outcome in outcomes] == [outcome.token_ids for outcome in alone]
 
 
+def drafting_engine(**options: object) -> SteppedEngine:
+    """Everything that the draft head proposes is verified, whatever it costs."""
+    engine = SteppedEngine(speculation="mtp", **options)
+    engine.loop._scheduler._drafting._budget = None
+    return engine
+
+
+def test_drafts_of_the_models_own_head_equal_plain_decoding() -> None:
+    engine = drafting_engine(prefix_caching=False)
+    assert_same([engine.run([prompt], max_new_tokens=NUM_NEW_TOKENS)[0] for prompt in prompts()], engine)
+    assert engine.loop.stats().counters["num_steps"] < 0.6 * NUM_PROMPTS * NUM_NEW_TOKENS
+
+
+def test_drafts_of_eight_conversations_and_of_resumed_ones_equal_plain_decoding() -> None:
+    engine = drafting_engine(max_running=8)
+    for turn in range(2):
+        outcomes = []
+        for start in range(0, NUM_PROMPTS, 8):
+            together = prompts()[start : start + 8]
+            outcomes += engine.run(together, max_new_tokens=NUM_NEW_TOKENS, boundaries=[61 + turn])
+        assert_same(outcomes, engine)
+    assert sum(outcome.num_cached_tokens for outcome in outcomes) > 61 * NUM_PROMPTS // 2
+
+
 def test_sampled_tokens_do_not_depend_on_scheduling() -> None:
     sampling = SamplingParams(
         max_new_tokens=NUM_NEW_TOKENS, temperature=1.0, top_p=0.95, top_k=40, seed=7, ignore_eos=True
     )
-    whole = SteppedEngine(prefix_caching=False, max_step_tokens=4096)
+    whole = SteppedEngine(speculation="off", prefix_caching=False, max_step_tokens=4096)
     alone = [whole.run([prompt], sampling=sampling)[0] for prompt in prompts()]
     mixed = SteppedEngine(max_step_tokens=50, max_running=8)
     together = mixed.run(prompts(), sampling=sampling)
     again = mixed.run(prompts(), sampling=sampling)
     assert [outcome.token_ids for outcome in together] == [outcome.token_ids for outcome in alone]
     assert [outcome.token_ids for outcome in again] == [outcome.token_ids for outcome in alone]
+    drafted = drafting_engine(max_running=8).run(prompts(), sampling=sampling)
+    assert [outcome.token_ids for outcome in drafted] == [outcome.token_ids for outcome in alone]
