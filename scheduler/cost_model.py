@@ -88,6 +88,9 @@ class DraftLoad:
         return (any_drafting, self.num_levels, self.num_requests, self.num_nodes, self.num_prefill_tokens)
 
 
+LEAST_STEP_S = 1e-6  # no step is free, whatever a fit on a busy machine makes of it
+
+
 class StepCost:
     """Predicts and learns. Seconds are wall-clock seconds of this engine."""
 
@@ -133,7 +136,7 @@ class StepCost:
         seconds: Float64Array = plain + costs[5] + node * np.arange(max_nodes + 1, dtype=np.float64)
         seconds *= self._factor(num_decodes, has_nodes=True)
         seconds[0] = plain * self._factor(num_decodes, has_nodes=False)
-        return seconds
+        return np.maximum(seconds, LEAST_STEP_S)
 
     def draft_s(self, load: DraftLoad) -> float:
         """Seconds of drafting after a step."""

@@ -92,6 +92,12 @@ def test_costs_are_never_negative_and_unseen_ones_keep_what_was_believed() -> No
     assert model.num_measured == 64, "what took no time tells nothing"
 
 
+def test_no_step_is_believed_to_be_free() -> None:
+    cost = StepCost()
+    cost._compute = OnlineLeastSquares([0.0] * len(cost._compute.costs))
+    assert (cost.decode_s(1, 100.0, 5) > 0.0).all()
+
+
 def test_a_changed_machine_is_noticed_within_a_few_hundred_steps() -> None:
     model = OnlineLeastSquares([1.0, 1.0])
     for seconds, number in ((2.0, 500), (6.0, 700)):
