@@ -147,8 +147,8 @@ class _Sizing:
             self._notices.append(f"max_running {config.max_running} lowered to {max_running}: {limiting}")
         if spec.state is not None and config.cache.prefix_caching and num_rows - 1 < LEAST_ROWS_TO_HIT:
             self._notices.append(
-                f"the prefix cache cannot hit: of {num_rows - 1} state rows none is left for a snapshot beside the live "
-                f"one; give at least {LEAST_ROWS_TO_HIT + 1} (num_state_rows)"
+                f"the prefix cache cannot hit: of {num_rows - 1} state rows none is left for a snapshot beside the "
+                f"live one; give at least {LEAST_ROWS_TO_HIT + 1} (num_state_rows)"
             )
         return PoolSizes(
             num_pages=num_pages,
