@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import openai
 
 from turnkeep.clients.conversation_state import SUMMARY_TASK, ConversationState
+from turnkeep.clients.errors import TurnInterrupted
 from turnkeep.clients.history import Message
 from turnkeep.clients.options import TurnOptions
 from turnkeep.clients.retry import TRANSPORT_ERROR, StreamBroke
@@ -176,6 +177,8 @@ class AsyncConversation(ConversationState):
                     last = driver.end()
                 except (openai.APIError, TRANSPORT_ERROR, OSError, StreamBroke, WebSocketRefused) as error:
                     await self._close_socket()
+                    if self._is_closed:  # by another thread, or between two events: nothing is to be sent again
+                        raise TurnInterrupted("the conversation was closed in the middle of an answer") from error
                     await asyncio.sleep(driver.failed(error))
                 else:
                     turn = self._finish_turn(driver)
@@ -203,9 +206,10 @@ class AsyncConversation(ConversationState):
         try:
             if self._socket is None:
                 self._socket = await self._client.responses.connect(extra_headers=request.headers).enter()
-            await self._socket.send({"type": "response.create", **request.body, **request.extra})
+            socket = self._socket  # close() takes it away
+            await socket.send({"type": "response.create", **request.body, **request.extra})
             while True:
-                event = (await self._socket.recv()).to_dict()
+                event = (await socket.recv()).to_dict()
                 yield event
                 if event["type"] in ("response.completed", "response.incomplete"):
                     return

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import openai
 
 from turnkeep.clients.conversation_state import SUMMARY_TASK, ConversationState
+from turnkeep.clients.errors import TurnInterrupted
 from turnkeep.clients.history import Message
 from turnkeep.clients.options import TurnOptions
 from turnkeep.clients.retry import TRANSPORT_ERROR, StreamBroke
@@ -175,6 +176,8 @@ class Conversation(ConversationState):
                     last = driver.end()
                 except (openai.APIError, TRANSPORT_ERROR, OSError, StreamBroke, WebSocketRefused) as error:
                     self._close_socket()
+                    if self._is_closed:  # by another thread, or between two events: nothing is to be sent again
+                        raise TurnInterrupted("the conversation was closed in the middle of an answer") from error
                     time.sleep(driver.failed(error))
                 else:
                     turn = self._finish_turn(driver)
@@ -200,9 +203,10 @@ class Conversation(ConversationState):
         try:
             if self._socket is None:
                 self._socket = self._client.responses.connect(extra_headers=request.headers).enter()
-            self._socket.send({"type": "response.create", **request.body, **request.extra})
+            socket = self._socket  # close() takes it away
+            socket.send({"type": "response.create", **request.body, **request.extra})
             while True:
-                event = self._socket.recv().to_dict()
+                event = socket.recv().to_dict()
                 yield event
                 if event["type"] in ("response.completed", "response.incomplete"):
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from live_server import live_server, saying
 from scripted_engine import Director, Script
 from sdk_twins import Twin
 
-from turnkeep.clients.errors import ContextOverflow, PrefixBroken, TurnkeepError
+from turnkeep.clients.errors import ContextOverflow, PrefixBroken, TurnInterrupted, TurnkeepError
 from turnkeep.clients.turn import ReasoningDelta, TextDelta, ToolCall
 from turnkeep.engine.messages import Submit
 from turnkeep.server.text_model import TextModel
@@ -271,3 +272,23 @@ async def test_an_id_with_a_question_mark_is_closed_and_reported(text_model: Tex
         assert (await twin.call(conversation.cache_report))["conversation_id"] == name
         await twin.call(conversation.close)
         assert server.engine.closed_conversations == [name]
+
+
+async def test_closing_in_the_middle_of_an_answer_sends_nothing_again(text_model: TextModel, twin: Twin) -> None:
+    director = in_turn(text_model, "One " * 400, "Sent again.")
+    async with live_server(director, text_model=text_model) as server:
+        client = twin.client(server.url)
+        conversation = await twin.call(client.conversation, transport="websocket")
+        stream = conversation.stream("Count.")
+        if twin.is_async:
+            await anext(aiter(stream))
+            await conversation.close()
+            with pytest.raises(TurnInterrupted, match="closed in the middle"):
+                await stream.final()
+        else:
+            await asyncio.to_thread(lambda: next(iter(stream)))
+            await asyncio.to_thread(conversation.close)
+            with pytest.raises(TurnInterrupted, match="closed in the middle"):
+                await asyncio.to_thread(lambda: stream.final)
+        assert conversation.num_turns == 0
+        assert len(server.engine.submitted) == 1
