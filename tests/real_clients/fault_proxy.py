@@ -122,13 +122,21 @@ class FaultProxy:
 def reused_share(seen: list[Seen]) -> float | None:
     """The smallest share of a re-sent prefix that a request of a conversation reused.
 
-    A request repeats what the longest one before it asked and was answered; side calls, whose prompts are shorter, are
-    left out. None when nothing was ever sent again.
+    A request repeats what the longest one before it that opens alike asked and was answered; side calls (another
+    opening, or a shorter prompt) are left out. None when nothing was ever sent again.
     """
-    known, shares = 0, []
+    known: dict[str, int] = {}
+    shares = []
     for one in seen:
-        if one.status == 200 and one.num_prompt_tokens > known > 0:
-            shares.append(one.num_cached_tokens / known)
-        if one.num_prompt_tokens > known:
-            known = one.num_prompt_tokens + one.num_output_tokens - 1
+        key, num_prompt_tokens = opening(one.body), one.num_prompt_tokens
+        if one.status == 200 and num_prompt_tokens > known.get(key, num_prompt_tokens):
+            shares.append(one.num_cached_tokens / known[key])
+        if num_prompt_tokens > known.get(key, 0):
+            known[key] = num_prompt_tokens + one.num_output_tokens - 1
     return min(shares) if shares else None
+
+
+def opening(body: dict[str, Any]) -> str:
+    """What a conversation begins with: its system text, or its first message."""
+    first = body.get("instructions") or body.get("system") or (body.get("messages") or body.get("input") or [""])[0]
+    return json.dumps(first)[:1000]
