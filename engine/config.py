@@ -8,7 +8,7 @@ import msgspec
 
 from turnkeep.cache.config import CacheConfig
 
-SpeculationMode = Literal["off", "auto", "mtp"]
+SpeculationMode = Literal["off", "auto", "mtp", "ngram"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from turnkeep.engine.runner import Model, ModelRunner
 from turnkeep.engine.sizing import PoolSizes, check_memory, engine_spec, size_pools
 from turnkeep.engine.speculation.drafter import Drafter
 from turnkeep.engine.speculation.head_drafter import HeadDrafter
+from turnkeep.engine.speculation.prompt_lookup import PromptLookup
 from turnkeep.engine.speculation.settings import NO_SPECULATION, Speculation, resolve_drafts
 from turnkeep.engine.tier_building import build_tiers
 from turnkeep.kernels.forward_batch import CacheTensors
@@ -70,7 +71,7 @@ def build_engine(config: EngineConfig, outbox: Callable[[FromEngine], None]) -> 
     matchers.prepare()
     make_drafter, budget = None, None
     if speculation.drafter is not None:
-        make_drafter = head_drafter(source, model, config)
+        make_drafter = head_drafter(source, model, config) if speculation.has_draft_head else _prompt_lookup
         budget = tree_budget(config, speculation.limits, f"{source.name} {dtype} {torch.get_num_threads()} threads")
     return assemble(
         model,
@@ -94,6 +95,10 @@ def tree_budget(config: EngineConfig, limits: SpeculationConfig, engine_kind: st
     cost = kept.load() if kept is not None else StepCost()
     # The other half of a step is for prompts.
     return TreeBudget(limits, cost, AcceptanceStatistics(), max(config.max_step_tokens // 2, 1), kept)
+
+
+def _prompt_lookup(_: CacheTensors) -> Drafter:
+    return PromptLookup()
 
 
 def head_drafter(source: ModelSource, model: Decoder, config: EngineConfig) -> Callable[[CacheTensors], Drafter]:

@@ -17,7 +17,8 @@ def add_draft_options(parser: argparse.ArgumentParser) -> None:
         "--speculation",
         choices=get_args(SpeculationMode),
         default="auto",
-        help="mtp: with the model's own draft head; auto: with it where the model has one; off (default: auto)",
+        help="mtp: with the model's own draft head; auto: with it where the model has one; ngram: copies of what the "
+        "prompt and the answer so far say; off (default: auto)",
     )
     group.add_argument("--max-draft-len", type=int, metavar="N", help="levels of a draft tree")
     group.add_argument(

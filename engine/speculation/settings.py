@@ -58,13 +58,14 @@ def resolve_drafts(config: EngineConfig, source: ModelSource, model_config: Mode
     )
     if config.speculation == "off":
         return NO_SPECULATION
-    reason = why_no_draft_head(source, model_config)
+    drafter: Literal["mtp", "tokens"] = "tokens" if config.speculation == "ngram" else "mtp"
+    reason = why_no_draft_head(source, model_config) if drafter == "mtp" else None
     if reason is None and config.state_dtype != "float32":
         reason = f"drafts are verified on states in float32, these are in {config.state_dtype}"
         if config.speculation == "auto":
             return Speculation(None, SpeculationConfig(), (f"speculation is off: {reason}",))
     if reason is None:
-        return Speculation("mtp", limits, notices)
-    if config.speculation == "mtp":
-        raise ValueError(f"speculation mtp: {reason}")
+        return Speculation(drafter, limits, notices)
+    if config.speculation != "auto":
+        raise ValueError(f"speculation {config.speculation}: {reason}")
     return NO_SPECULATION

@@ -123,6 +123,17 @@ def test_drafts_of_the_models_own_head_equal_plain_decoding() -> None:
     assert engine.loop.stats().counters["num_steps"] < 0.6 * NUM_PROMPTS * NUM_NEW_TOKENS
 
 
+def test_copies_from_the_prompt_equal_plain_decoding_cold_and_resumed() -> None:
+    engine = SteppedEngine(speculation="ngram")
+    engine.loop._scheduler._drafting._budget = None
+    for _ in range(2):
+        runs = [engine.run([prompt], max_new_tokens=NUM_NEW_TOKENS, boundaries=[61])[0] for prompt in prompts()]
+        assert_same(runs, engine)
+    assert sum(run.num_cached_tokens for run in runs) > 0
+    counters = engine.loop.stats().counters
+    assert counters["num_steps"] < counters["num_generated_tokens"]
+
+
 def test_drafts_of_eight_conversations_and_of_resumed_ones_equal_plain_decoding() -> None:
     engine = drafting_engine(max_running=8)
     for turn in range(2):
