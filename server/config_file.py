@@ -30,12 +30,32 @@ def parse_with_file(parser: argparse.ArgumentParser, arguments: Sequence[str]) -
     path = getattr(options, "config", None)
     if path is None:
         return options
-    return parser.parse_args([arguments[0], *config_arguments(path), *arguments[1:]])
+    known = _options(parser, arguments[0])
+    return parser.parse_args([arguments[0], *config_arguments(path, known), *arguments[1:]])
 
 
-def config_arguments(path: str) -> list[str]:
-    """The command-line arguments that a file stands for. Raises ConfigFileError."""
-    return [argument for key, value in _leaves(_load(Path(path)), path) for argument in _arguments(key, value, path)]
+def config_arguments(path: str, known: Mapping[str, argparse.Action]) -> list[str]:
+    """The command-line arguments that a file stands for; known: the command's options. Raises ConfigFileError."""
+    found: list[str] = []
+    for key, value in _leaves(_load(Path(path)), path):
+        action = known.get(f"--{key.replace('_', '-')}")
+        if action is None:
+            raise ConfigFileError(f"{path}: there is no setting called {key}")
+        if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
+            raise ConfigFileError(f"{path}: {key} takes one value, not a list")
+        found.extend(_arguments(key, value, path))
+    return found
+
+
+def _options(parser: argparse.ArgumentParser, command: str) -> dict[str, argparse.Action]:
+    """The options of a command that a file may set."""
+    commands = next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {
+        option: action
+        for action in commands[command]._actions
+        for option in action.option_strings
+        if action.dest != "help"
+    }
 
 
 def _load(path: Path) -> Mapping[str, Any]:

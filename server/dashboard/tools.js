@@ -30,6 +30,7 @@ const TOOLS = [
 function runTool(name, argumentsText) {
   let values;
   try { values = JSON.parse(argumentsText || "{}"); } catch { return { error: "bad arguments" }; }
+  if (values === null || typeof values !== "object") return { error: "bad arguments" };
   if (name === "get_price") return lookUp(PRICES, values.item, "price");
   if (name === "get_stock") return lookUp(STOCK, values.item, "stock");
   if (name === "calculate") return calculate(values.expression);

@@ -131,8 +131,6 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path, served: list[Serv
         "periodic_snapshot_interval = true",
         "periodic_snapshot_interval = -1",
         'additional_snapshot_offsets_from_end = ["a"]',
-        "snapshot_interval = 64",
-        "periodic_snapshot_interva = 64",  # no abbreviation either
         '[cache]\nreuse_policy = "always"',
     ],
 )
@@ -157,6 +155,10 @@ def test_a_file_is_checked_like_the_command_line(
         ("a.toml", "additional_snapshot_offsets_from_start = [true]", "neither a number nor a text"),
         ("a.toml", "port = 2000-01-01", "neither a number nor a text"),
         ("a.toml", 'config = "b.toml"', "cannot name another"),
+        ("a.toml", "snapshot_interval = 64", "no setting called snapshot_interval"),
+        ("a.toml", "periodic_snapshot_interva = 64", "no setting called periodic_snapshot_interva"),
+        ("a.toml", "help = true", "no setting called help"),
+        ("a.toml", "port = [1, 2]", "port takes one value"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_in_one_line(
