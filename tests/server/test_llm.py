@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -113,12 +114,15 @@ def test_bad_input_is_a_value_error_and_the_next_call_works(
 def test_an_engine_that_dies_is_a_runtime_error(llm: LLM, engines: Engines) -> None:
     engines.script = saying(TEXT_MODEL, "Hi", is_endless=True)
     engine = engines.made[0]
-    loop = llm._loop
-    timer = threading.Timer(0.05, lambda: loop.call_soon_threadsafe(engine.die))
-    timer.start()
+
+    async def die_at_work() -> None:
+        await engine.wait_until(lambda: bool(engine.submitted))
+        engine.die()
+
+    death = asyncio.run_coroutine_threadsafe(die_at_work(), llm._loop)
     with pytest.raises(RuntimeError, match="engine stopped"):
         llm.chat(user("x"), ignore_eos=True)
-    timer.join()
+    death.result(10)
 
 
 def test_an_engine_that_cannot_start_leaves_nothing_behind(engines: Engines) -> None:
