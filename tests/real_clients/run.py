@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from command_line import COMMAND_LINES, OFFLINE
-from fault_proxy import FaultProxy, reused_share
+from recording_proxy import FaultProxy, reused_share
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

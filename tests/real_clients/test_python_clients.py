@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import run as clients
-from fault_proxy import FaultProxy, Seen, reused_share
+from recording_proxy import FaultProxy, Seen, reused_share
 
 
 @pytest.fixture
