@@ -14,7 +14,7 @@ from turnkeep.kernels.gated_delta_scan.span_deltas import SpanDeltas
 from turnkeep.kernels.gated_delta_scan.unit_length import unit_length
 
 # Wider chunks cost more in products within a chunk than they save in reads of the state.
-MAX_WIDTH = 64
+MAX_WIDTH = 32
 
 
 def gated_delta_scan_reference(
