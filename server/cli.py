@@ -256,6 +256,7 @@ def start_message(server: RunningServer, config: ServerConfig) -> str:
     lines = [
         f"Serving {name} at {server.url} ({server.ready.limiting_resource})",
         *(f"note: {notice}" for notice in server.ready.notices),
+        f"Look at it at {server.url}/ui",
         "Try:",
         f"  curl -N {server.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
         f"    -d {shlex.quote(msgspec.json.encode(body).decode())}",

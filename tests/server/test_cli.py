@@ -280,6 +280,7 @@ def test_the_printed_request_does_not_show_a_key() -> None:
     assert "hush" not in message
     assert "Authorization: Bearer" in message
     assert "note: float32 is slow here" in message
+    assert "http://127.0.0.1:1/ui" in message
 
 
 @pytest.mark.parametrize(
