@@ -7,13 +7,10 @@ from functools import cache
 
 import pytest
 import torch
+from order_desk_prompts import order_desk_prompts
 from stepped_engine import Outcome, SteppedEngine
 
-from turnkeep.models.catalog import find_model
-from turnkeep.models.demo.generator import conversation
 from turnkeep.scheduler.request import SamplingParams
-from turnkeep.server.chat_template import ChatTemplate
-from turnkeep.server.tokenizer import Tokenizer
 
 NUM_PROMPTS = 50
 NUM_NEW_TOKENS = 12  # 50 prompts of 12 tokens: 600 compared tokens a test
@@ -22,18 +19,7 @@ MAX_LOGIT_DIFFERENCE = 1e-4
 
 @cache
 def prompts() -> list[list[int]]:
-    """Beginnings of order-desk conversations of odd lengths, rendered as the server would."""
-    source = find_model("demo")
-    tokenizer = Tokenizer(source.tokenizer_json())
-    template = ChatTemplate(source.chat_template() or "", bos_token=source.bos_token, eos_token=source.eos_token)
-    rendered = []
-    for seed in range(NUM_PROMPTS):
-        script = conversation(seed, 1 + seed % 4)
-        messages = script.messages()
-        cut = max(index for index, message in enumerate(messages) if message["role"] == "user") + 1
-        tools = script.tools if seed % 3 else None
-        rendered.append(tokenizer.encode(template.render(messages[:cut], tools=tools)))
-    return rendered
+    return order_desk_prompts(NUM_PROMPTS)
 
 
 @cache

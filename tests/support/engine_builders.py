@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
 
 import torch
+from scripted_drafter import AnyGrant
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.encoded_tokens import EncodedTokens
 from turnkeep.engine.config import EngineConfig
-from turnkeep.engine.factory import assemble, resolve_sizes
+from turnkeep.engine.factory import assemble, head_drafter, resolve_sizes
 from turnkeep.engine.loop import EngineLoop
 from turnkeep.engine.messages import Finished, FromEngine, Ready, Stats, Submit, Tokens
 from turnkeep.engine.speculation.drafter import Drafter
 from turnkeep.engine.speculation.settings import NO_SPECULATION, Speculation
+from turnkeep.models.catalog import find_model
 from turnkeep.models.config import ModelConfig
+from turnkeep.models.decoder import Decoder
 from turnkeep.models.tiny import TinyKind, tiny_config
-from turnkeep.models.weights import random_model
+from turnkeep.models.weights import load_model, random_model
 from turnkeep.scheduler.request import SamplingParams
 from turnkeep.scheduler.speculation_config import SpeculationConfig
 
@@ -39,6 +44,40 @@ def engine_config(**settings: object) -> EngineConfig:
     if "prefix_caching" in settings:
         settings["cache"] = CacheConfig(prefix_caching=settings.pop("prefix_caching"))  # type: ignore[arg-type]
     return EngineConfig(**(defaults | settings))  # type: ignore[arg-type]
+
+
+@cache
+def demo_model() -> Decoder:
+    """The bundled model in float32."""
+    return load_model(find_model("demo"), dtype=torch.float32)
+
+
+def make_demo_loop(
+    drafter: Drafter | Literal["head"] | None = None, limits: SpeculationConfig | None = None, **settings: object
+) -> LoopBench:
+    """An engine loop around the bundled model, where its own head or another drafter drafts all that `limits` allow,
+    in every step."""
+    source, events = find_model("demo"), list[FromEngine]()
+    model_config = ModelConfig.from_dict(source.config_dict())
+    config = engine_config(**({"num_pages": 800} | settings))
+    speculation, make_drafter = NO_SPECULATION, None
+    if drafter is not None:
+        speculation = Speculation("mtp" if drafter == "head" else "tokens", limits or SpeculationConfig())
+        head = head_drafter(source, demo_model(), config)
+        make_drafter = (lambda tensors: AnyGrant(head(tensors))) if drafter == "head" else lambda _: drafter
+    sizes = resolve_sizes(config, model_config, "float32", speculation)
+    loop, _ = assemble(
+        demo_model(),
+        model_config,
+        config,
+        sizes,
+        "float32",
+        events.append,
+        model_name="demo",
+        speculation=speculation,
+        make_drafter=make_drafter,
+    )
+    return LoopBench(loop, events)
 
 
 def build_tiny(

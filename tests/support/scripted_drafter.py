@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from turnkeep.engine.speculation.drafter import DraftRequest
+from turnkeep.engine.speculation.drafter import Drafter, DraftRequest
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 
 
@@ -52,4 +52,27 @@ class ScriptedDrafter:
 
     def _wrong(self, truth: Sequence[int], position: int, rng: random.Random) -> int:
         right = truth[position] if position < len(truth) else -1
-        return rng.choice([token for token in range(self._vocab_size) if token != right])
+        token = rng.randrange(self._vocab_size - 1)
+        return token + (token >= right >= 0)
+
+
+class AnyGrant:
+    """Another drafter, told to make trees of another size, depth and width in every step."""
+
+    def __init__(self, drafter: Drafter, seed: int = 0) -> None:
+        self._drafter = drafter
+        self._rng = random.Random(seed)
+        self.num_proposed = 0
+
+    @property
+    def needs_hidden(self) -> bool:
+        return self._drafter.needs_hidden
+
+    def propose(self, requests: Sequence[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:
+        if grant.num_nodes:
+            each = self._rng.randint(1, grant.max_nodes_per_request)
+            depth = self._rng.randint(1, grant.max_depth)
+            grant = TreeGrant(each * len(requests), each, depth, self._rng.randint(1, grant.max_children))
+        trees = self._drafter.propose(requests, grant)
+        self.num_proposed += sum(tree.num_nodes for tree in trees if tree is not None)
+        return trees
