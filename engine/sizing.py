@@ -89,7 +89,7 @@ def cache_spec(
         kv = KVSpec(num_kv_layers, config.num_kv_heads, config.head_dim, kv_dtype or dtype)
     history = None
     if history_capacity and parts:
-        kept = config.history_parts(history_capacity, dtype, state_dtype, has_draft_head=has_draft_head)
+        kept = config.history_parts(history_capacity, dtype, has_draft_head=has_draft_head)
         history = HistorySpec(history_capacity, tuple(StatePart(*part) for part in kept))
     return CacheSpec(page_size=page_size, kv=kv, state=StateSpec(parts) if parts else None, history=history)
 

@@ -299,16 +299,14 @@ class ModelConfig:
             StatePartShape("ssm", num_layers, (mamba2.num_heads, mamba2.head_dim, mamba2.state_size), dtype),
         )
 
-    def history_parts(
-        self, capacity: int, dtype: str, state_dtype: str = "float32", *, has_draft_head: bool = False
-    ) -> tuple[StatePartShape, ...]:
-        """What one history slot of `capacity` tokens holds: the raw inputs of the convolutions in `state_dtype`, what
-        the convolution made of them in the weights' `dtype`, and float32 for what would stay in the state rounded.
+    def history_parts(self, capacity: int, dtype: str, *, has_draft_head: bool = False) -> tuple[StatePartShape, ...]:
+        """What one history slot of `capacity` tokens holds: the raw inputs of the convolutions and what these made of
+        them in the weights' `dtype`, in which they were computed, and float32 for what would stay in the state rounded.
         """
-        windows = [part for part in self.state_parts(state_dtype) if part.name == "conv"]
-        windows += [self.draft_part(state_dtype)] if has_draft_head else []
+        windows = [part for part in self.state_parts() if part.name == "conv"]
+        windows += [self.draft_part()] if has_draft_head else []
         parts = [
-            StatePartShape(part.name, part.num_layers, (capacity + part.shape[1], part.shape[0]), state_dtype)
+            StatePartShape(part.name, part.num_layers, (capacity + part.shape[1], part.shape[0]), dtype)
             for part in windows
         ]
         num_layers = self.num_recurrent_layers
