@@ -136,7 +136,8 @@ def load_windows(
     for name in WINDOW_PARTS:
         for windows, history in zip(states.get(name, ()), histories.get(name, ()), strict=True):
             tail = history.shape[1] - capacity
-            history[:, :tail].index_copy_(0, slots, windows.index_select(0, rows).transpose(1, 2))
+            found = windows.index_select(0, rows).transpose(1, 2)
+            history[:, :tail].index_copy_(0, slots, found.to(history.dtype))
 
 
 def fold_windows(

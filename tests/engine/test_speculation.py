@@ -7,9 +7,12 @@ from functools import cache
 
 import pytest
 from engine_builders import VOCAB_SIZE, LoopBench, make_drafting_loop, make_loop, submit
+from order_desk_prompts import order_desk_prompts
 from scripted_drafter import ScriptedDrafter
 
-from turnkeep.engine.messages import Abort, EndTurn, Submit, Tokens
+from turnkeep.engine.config import EngineConfig
+from turnkeep.engine.factory import build_engine
+from turnkeep.engine.messages import Abort, EndTurn, FromEngine, Submit, Tokens
 from turnkeep.models.tiny import TinyKind
 from turnkeep.scheduler.speculation_config import SpeculationConfig
 
@@ -177,3 +180,15 @@ def test_logprobs_of_drafted_tokens_are_those_without_drafts() -> None:
         assert len(found) == NUM_NEW
         entries.append([entry.logprob for entry in found])
     assert entries[1] == pytest.approx(entries[0], abs=1e-4)
+
+
+def test_the_bundled_model_drafts_for_itself_in_sixteen_bits() -> None:
+    # Rows keep float32 while histories have the weights' type.
+    events: list[FromEngine] = []
+    config = EngineConfig(model="demo", dtype="bfloat16", speculation="mtp", num_pages=200, num_state_rows=20)
+    bench = LoopBench(build_engine(config, events.append)[0], events)
+    bench.loop.receive(submit("a", order_desk_prompts(1)[0], 24))
+    bench.run()
+    end = bench.finished("a")
+    assert end.reason in ("stop", "length"), end.message
+    assert end.num_accepted_nodes > 0
