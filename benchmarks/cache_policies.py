@@ -2,25 +2,27 @@
 
     python -m benchmarks.cache_policies [--traces DIR] [--reference CSV] [--plot PNG]
 
-Prints a table and one JSON line per cell (trace, rendering, model, memory, policy). Without a folder of convtrace/1
-files a small synthetic trace is generated. --reference: hit rates of published policies and of an offline reference
-(columns trace, render, model, gb, policy, hit_rate), to print how much more is recomputed.
+Prints a table, one JSON line per cell (trace, rendering, model, memory, policy) and what the whole grid took. Without a
+folder of convtrace/1 files a small synthetic trace is generated. --reference: hit rates of published policies and of an
+offline reference (columns trace, render, model, gb, policy, hit_rate), to print how much more is recomputed.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import math
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from rich.table import Table
 CAPACITIES_GB: dict[str, tuple[float, ...]] = {
     "claude_code": (16, 32, 64, 128),
     "mooncake_conversation": (16, 64, 256),
+    "mtbench101": (0.5, 1, 2),
     "swe_agent_demos": (0.5, 1, 2, 4),
     "tau_airline": (1, 2, 4, 8, 16),
 }
@@ -57,26 +60,59 @@ class Cell:
     def trace(self) -> str:
         return Path(self.path).stem
 
+    @property
+    def replay(self) -> Cell:
+        """The cell whose replay is this one's too: without snapshots only the bytes of keys and values matter."""
+        if self.policy not in ("kv_only", "oracle"):
+            return self
+        kv_bytes = MODELS[self.model].kv_bytes
+        model = next(name for name, sizes in MODELS.items() if sizes.kv_bytes == kv_bytes)
+        return replace(self, model=model if self.gb else next(iter(MODELS)), policy="kv_only" if self.gb else "oracle")
 
-@lru_cache(maxsize=2)
+
+@cache
 def _requests(path: str, render: str) -> list[TraceRequest]:
+    """Loaded before the workers are forked, so that they have them already; where they are not, each loads its own."""
     return load_trace(Path(path), render)
+
+
+def _num_tokens(cell: Cell) -> int:
+    return sum(request.num_prompt_tokens + request.num_output_tokens for request in _requests(cell.path, cell.render))
+
+
+def _start_worker() -> None:
+    gc.disable()  # a replay leaves no cycles before its end, and looking for them costs as much as the replay
 
 
 def run_cell(cell: Cell) -> dict[str, Any]:
     """Runs in a worker process."""
+    gc.collect()  # the replay before
+    start_s = time.process_time()
     requests = _requests(cell.path, cell.render)
-    num_tokens = sum(request.num_prompt_tokens + request.num_output_tokens for request in requests)
+    num_tokens = _num_tokens(cell)
     memory_bytes = int(cell.gb * 1e9) if cell.gb else None
     page_size = PAGE_SIZES[trace_kind(Path(cell.path))]
     replay = Replay(cell.policy, MODELS[cell.model], memory_bytes, page_size, min(num_tokens, 1 << 26))
     outcome = replay.run(requests)
     described = {name: value for name, value in asdict(cell).items() if name != "path"}
-    return {"trace": cell.trace, **described, "page_size": page_size, **outcome.summary()}
+    cpu_s = round(time.process_time() - start_s, 2)
+    return {"trace": cell.trace, **described, "page_size": page_size, **outcome.summary(), "cpu_s": cpu_s}
+
+
+def run_grid(cells: Sequence[Cell], num_workers: int | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """One row a cell, and one a replay: some cells share theirs."""
+    replays = sorted({cell.replay for cell in cells}, key=lambda cell: (-_num_tokens(cell), cell.gb or math.inf))
+    gc.freeze()
+    with ProcessPoolExecutor(num_workers, initializer=_start_worker) as pool:
+        waiting = {pool.submit(run_cell, replay): replay for replay in replays}
+        progress = track(as_completed(waiting), total=len(replays), console=Console(stderr=True))
+        found = {waiting[done]: done.result() for done in progress}
+    rows = [found[cell.replay] | {"model": cell.model, "policy": cell.policy} for cell in cells]
+    return rows, list(found.values())
 
 
 def cells_of(paths: Iterable[Path], models: Sequence[str], policies: Sequence[str], gbs: Sequence[float]) -> list[Cell]:
-    """The grid, the longest replays first."""
+    """The grid."""
     cells = []
     for path in paths:
         renders = ("exact", "think") if trace_kind(path) == "text" else ("exact",)
@@ -90,7 +126,7 @@ def cells_of(paths: Iterable[Path], models: Sequence[str], policies: Sequence[st
                 for policy in policies
                 if policy != "oracle"
             ]
-    return sorted(cells, key=lambda cell: -Path(cell.path).stat().st_size * (cell.trace == "claude_code") - cell.gb)
+    return cells
 
 
 class Reference:
@@ -205,11 +241,9 @@ def main() -> None:
             write_synthetic_trace(folder / "synthetic.jsonl")
         paths = [path for path in sorted(folder.glob("*.jsonl")) if not options.only or path.stem in options.only]
         cells = cells_of(paths, options.models, options.policies, options.gb)
-        with ProcessPoolExecutor(options.workers) as pool:
-            waiting = [pool.submit(run_cell, cell) for cell in cells]
-            rows = [
-                done.result() for done in track(as_completed(waiting), total=len(cells), console=Console(stderr=True))
-            ]
+        start_s = time.monotonic()
+        rows, replays = run_grid(cells, options.workers)
+        wall_s = time.monotonic() - start_s
     rows.sort(key=lambda row: (row["model"], row["trace"], row["render"], row["gb"] or math.inf, row["policy"]))
     if options.reference is not None:
         reference = Reference(options.reference)
@@ -222,6 +256,9 @@ def main() -> None:
         options.json.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if options.plot is not None:
         plot(rows, options.plot)
+    cpu_s = sum(replay["cpu_s"] for replay in replays)
+    workers = f"{options.workers} workers, {cpu_s:.0f} s of processor time"
+    console.print(f"{len(rows)} cells, {len(replays)} replays: {wall_s:.0f} s with {workers}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES, EncodedTokens, encode_tokens
 
 Run = tuple[int, int]  # first id, number of ids
 PIECES = re.compile(r"[A-Za-z]+|\d|[^\sA-Za-z\d]+|\s+")
@@ -42,10 +43,27 @@ class TraceRequest:
     stable: int
     has_tool_call: bool
 
-    def token_ids(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def token_ids(self) -> tuple[EncodedTokens, EncodedTokens]:
         """The prompt, and the prompt with the output."""
-        known = _array(self.prompt + self.output)
-        return known[: self.num_prompt_tokens], known
+        prompt = b"".join(map(_ID_BYTES.of, self.prompt))
+        output = b"".join(map(_ID_BYTES.of, self.output))
+        return EncodedTokens.from_bytes(prompt), EncodedTokens.from_bytes(prompt + output)
+
+
+class _IdBytes:
+    """All ids from 0 on, encoded once: a run is a piece of that."""
+
+    def __init__(self) -> None:
+        self._encoded = memoryview(b"")
+
+    def of(self, run: Run) -> memoryview:
+        end = TOKEN_BYTES * (run[0] + run[1])
+        if end > len(self._encoded):
+            self._encoded = memoryview(encode_tokens(np.arange(2 * end // TOKEN_BYTES)))
+        return self._encoded[TOKEN_BYTES * run[0] : end]
+
+
+_ID_BYTES = _IdBytes()
 
 
 def load_trace(path: Path, rendering: str) -> list[TraceRequest]:
@@ -85,6 +103,11 @@ class Ids:
             runs = self._known[key] = self.fresh(number)
         return runs
 
+    def of_text(self, kind: str, text: str) -> list[Run]:
+        """Ids for as many tokens as a text has; counted once."""
+        key = (kind, hashlib.sha256(text.encode()).digest())
+        return self._known.get(key) or self.of(key, num_text_tokens(text))
+
 
 def num_text_tokens(text: str) -> int:
     """An estimate that depends on the text alone, within a tenth of a large byte-pair vocabulary."""
@@ -102,12 +125,6 @@ def num_text_tokens(text: str) -> int:
         else:
             number += max(1, int(len(piece) * 0.8))
     return number
-
-
-def _array(runs: list[Run]) -> npt.NDArray[np.int64]:
-    if not runs:
-        return np.zeros(0, np.int64)
-    return np.concatenate([np.arange(first, first + number, dtype=np.int64) for first, number in runs])
 
 
 def _slice(runs: list[Run], start: int, end: int) -> list[Run]:
@@ -154,8 +171,7 @@ def _render(
 ) -> TraceRequest:
     name, runs = row["conversation_id"], list[Run]()
     if tools:
-        body = json.dumps(tools)
-        runs += ids.of(("tools", body), num_text_tokens(body))
+        runs += ids.of_text("tools", json.dumps(tools))
     last_user = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
     turn_start = trunk = 0
     for index, message in enumerate(messages):
@@ -192,8 +208,7 @@ def _body(ids: Ids, message: dict[str, Any]) -> list[Run]:
         arguments = function.get("arguments")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         parts.append(f"{function.get('name')}({text})")
-    body = "\n".join(part for part in parts if part)
-    return ids.of(("body", hashlib.sha256(body.encode()).digest()), num_text_tokens(body))
+    return ids.of_text("body", "\n".join(part for part in parts if part))
 
 
 def _thinking(ids: Ids, conversation_id: str, index: int) -> list[Run]:
@@ -236,7 +251,7 @@ def _hash_requests(block: int, rows: list[dict[str, Any]]) -> Iterator[TraceRequ
         if before is not None and _continues(before, blocks, num_full):
             is_dropped = before.is_thinking and "tool_result" not in roles
             _cover(covered, blocks[before.num_full :], before, block, is_dropped=is_dropped)
-        prompt = [run for name_ in blocks[:num_full] for run in covered.get(name_) or [(name_ * block, block)]]
+        prompt = _runs(blocks[:num_full], covered, block)
         rest = num_prompt - num_full * block
         if rest and len(blocks) > num_full and rest <= block:
             tail = _slice(covered.get(blocks[num_full]) or [(blocks[num_full] * block, block)], 0, rest)
@@ -254,6 +269,22 @@ def _hash_requests(block: int, rows: list[dict[str, Any]]) -> Iterator[TraceRequ
             name, row["turn"], row["arrival_s"], _merged(prompt + tail), output, num_prompt, row["output_len"],
             turn_start, 0, stable, has_tool_call,
         )  # fmt: skip
+
+
+def _runs(blocks: list[int], covered: dict[int, list[Run]], block: int) -> list[Run]:
+    """The tokens of some blocks; neighbours that follow each other are one run."""
+    runs: list[Run] = []
+    first = number = 0
+    for name in blocks:
+        if name in covered:
+            runs += ((first, number), *covered[name])
+            first = number = 0
+        elif number and first + number == name * block:
+            number += block
+        else:
+            runs.append((first, number))
+            first, number = name * block, block
+    return [*runs, (first, number)]
 
 
 def _continues(before: _Before, blocks: list[int], num_full: int) -> bool:

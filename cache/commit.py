@@ -15,6 +15,8 @@ of both are the same: keys and values depend on the tokens alone.
 
 from __future__ import annotations
 
+import numpy as np
+
 from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES, TokenIds, encode_tokens
 from turnkeep.cache.page_node import PageNode
@@ -41,7 +43,11 @@ class Committer:
             return
         self._encode(seq, token_ids, end)
         width = page_size * TOKEN_BYTES
-        for index in range(seq.path.end // page_size, end // page_size):
+        num_pages = end // page_size
+        for index in range(seq.path.end // page_size, num_pages):
+            if not seq.path.children and seq.tail is None:
+                self._commit_new_pages(seq, index, num_pages)
+                break
             self._commit_page(seq, index, bytes(seq.encoded[index * width : (index + 1) * width]))
         seq.num_committed_tokens = max(seq.num_committed_tokens, end)
 
@@ -119,6 +125,11 @@ class Committer:
             self._counters.num_freed_duplicates += 1
         tree.pin(node)
         self._move_path(seq, node)
+
+    def _commit_new_pages(self, seq: SequenceCache, index: int, end: int) -> None:
+        """Publish pages [index, end) below a path that nothing hangs below: nobody else can have them."""
+        pages = seq.table[index:end] if self._reclaimer.has_pages else np.zeros(end - index, np.int32)
+        seq.path = self._tree.insert_chain(seq.path, seq.encoded, pages)
 
     def _move_path(self, seq: SequenceCache, node: PageNode) -> None:
         """`node` is pinned for the path and hangs below it, so the old path loses a pin without becoming free."""

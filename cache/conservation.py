@@ -91,7 +91,7 @@ def _check_structure(reclaimer: Reclaimer, nodes: list[PageNode]) -> None:
     page_bytes = reclaimer.tree.page_size * TOKEN_BYTES
     for parent in [*reclaimer.tree.roots.values(), *nodes]:
         _require(parent.is_attached, "a node of the tree says it left it")
-        _require(sorted(parent.children) == parent.order, f"children of the node at {parent.start} out of order")
+        _require(sorted(parent.children) == list(parent.order), f"children of the node at {parent.start} out of order")
         for first, second in zip(parent.order, parent.order[1:], strict=False):
             _require(not second.startswith(first), f"below {parent.end} a page is a prefix of its sibling")
         for key, child in parent.children.items():
@@ -149,6 +149,9 @@ def _check_snapshots(
         found = node.parent.suffixes.get(node.suffix(position))
         _require(found is snapshot, f"the snapshot at {position} cannot be found by its tokens")
         _require(snapshot.num_pins == pins[snapshot], f"snapshot at {position}: {snapshot.num_pins} pins")
+    for node in nodes:
+        is_plain = len(node.children) == 1 and not node.suffixes
+        _require(node.is_plain == is_plain, f"the page at {node.start} is wrong about what is below it")
     num_pinned = sum(snapshot.num_pins > 0 for snapshot in carried)
     _require(reclaimer.num_pinned_snapshots == num_pinned, f"{num_pinned} snapshots pinned, count is wrong")
     num_evictable = len(carried) - num_pinned

@@ -190,13 +190,16 @@ def neighbours(snapshot: Snapshot) -> tuple[Snapshot | None, int]:
     num_pages = int(is_alone)
     node = _parent(node)
     parent = node.parent
-    while parent is not None:  # a long walk: thousands of pages where snapshots are far apart
+    while parent is not None:
         is_alone = is_alone and len(node.children) == 1
         found = _deepest_in(node, node.end) if parent.suffixes else None
         if found is not None:
             return found, num_pages + int(is_alone and found.node is not node)
         num_pages += is_alone
         node, parent = parent, parent.parent
+        while parent is not None and node.is_plain and parent.is_plain:  # thousands, where snapshots are far apart
+            num_pages += is_alone
+            node, parent = parent, parent.parent
     return None, num_pages
 
 

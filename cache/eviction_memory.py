@@ -36,9 +36,12 @@ class EvictionMemory:
         self._remember(digest, bytes(encoded[offset:end]))
 
     def _remember(self, digest: int, suffix: bytes) -> None:
-        known = self._suffixes.pop(digest, ())
-        others = tuple(other for other in known if other != suffix)
-        self._suffixes[digest] = (*others[1 - MAX_SUFFIXES :], suffix)
+        known = self._suffixes.pop(digest, None)
+        if known is None:
+            self._suffixes[digest] = (suffix,)
+        else:
+            others = tuple(other for other in known if other != suffix)
+            self._suffixes[digest] = (*others[1 - MAX_SUFFIXES :], suffix)
         if len(self._suffixes) > self._max_pages:
             self._suffixes.popitem(last=False)
 

@@ -5,13 +5,20 @@ Its key is those tokens in bytes (encoded_tokens.py). Structure only; PrefixTree
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from bisect import bisect_left
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from turnkeep.cache.sequence_cache import SequenceCache
     from turnkeep.cache.snapshot import Snapshot
+
+# What all nodes without children or snapshots share: an empty container of each one's own would cost a long prompt more
+# than all the rest, and as much again whenever the interpreter looks for cycles.
+_NONE: Any = MappingProxyType({})
+_NO_KEYS: Any = ()
 
 
 class PageNode:
@@ -22,6 +29,7 @@ class PageNode:
     snapshots: position -> snapshot carried by this node's page.
     suffixes: tokens after `end` -> snapshot carried by one of the children; one entry per distinct prefix, so an equal
     snapshot is found whichever child carries it.
+    is_plain: it has one child, and no snapshot stands in that: what a walk up a long prompt passes thousands of.
     num_pins: own pins (a sequence's path or tail, a pinned snapshot, a copy that reads the page) plus one per child
     that is itself pinned. Only unpinned nodes can be evicted.
     """
@@ -32,6 +40,7 @@ class PageNode:
         "digest",
         "end",
         "is_attached",
+        "is_plain",
         "is_superseded",
         "key",
         "last_used_s",
@@ -53,10 +62,11 @@ class PageNode:
         self.start = start
         self.end = start + len(key) // TOKEN_BYTES
         self.digest = digest  # of the whole prefix, for the memory of what was evicted; never decides a match
-        self.children: dict[bytes, PageNode] = {}
-        self.order: list[bytes] = []
-        self.snapshots: dict[int, Snapshot] = {}
-        self.suffixes: dict[bytes, Snapshot] = {}
+        self.children: dict[bytes, PageNode] = _NONE
+        self.order: list[bytes] = _NO_KEYS
+        self.snapshots: dict[int, Snapshot] = _NONE
+        self.suffixes: dict[bytes, Snapshot] = _NONE
+        self.is_plain = False
         self.num_pins = 0
         self.writer: SequenceCache | None = None  # the sequence that goes on filling this page
         self.last_used_s = 0.0
@@ -64,6 +74,51 @@ class PageNode:
         self.is_attached = True
         self.absorbed_into: PageNode | None = None
         self.tier_key: bytes | None = None  # of a full page, once colder tiers have asked for it (cache/tiers/keys.py)
+
+    def link(self, key: bytes, child: PageNode) -> None:
+        """A child more."""
+        if not self.children:
+            self.children, self.order = {key: child}, [key]
+        else:
+            self.children[key] = child
+            self.order.insert(bisect_left(self.order, key), key)
+        self._look()
+
+    def unlink(self, key: bytes) -> None:
+        """A child fewer."""
+        if len(self.children) == 1:
+            self.children, self.order = _NONE, _NO_KEYS
+        else:
+            del self.children[key]
+            del self.order[bisect_left(self.order, key)]
+        self._look()
+
+    def carry(self, snapshot: Snapshot) -> None:
+        """Let `snapshot` stand in this page."""
+        if self.snapshots:
+            self.snapshots[snapshot.num_tokens] = snapshot
+        else:
+            self.snapshots = {snapshot.num_tokens: snapshot}
+
+    def forget_snapshots(self) -> None:
+        """Another page carries them now."""
+        self.snapshots = _NONE
+
+    def index_suffix(self, suffix: bytes, snapshot: Snapshot) -> None:
+        """Let `snapshot`, which a child carries, be found by the tokens after this page."""
+        if self.suffixes:
+            self.suffixes[suffix] = snapshot
+        else:
+            self.suffixes = {suffix: snapshot}
+        self.is_plain = False
+
+    def drop_suffix(self, suffix: bytes) -> None:
+        """No child carries that snapshot any more."""
+        del self.suffixes[suffix]
+        self._look()
+
+    def _look(self) -> None:
+        self.is_plain = len(self.children) == 1 and not self.suffixes
 
     def suffix(self, position: int) -> bytes:
         """Key of the tokens of this page before `position`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse, islice
 from typing import Generic, TypeVar
 
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES
@@ -89,22 +90,27 @@ def _digests_of(node: PageNode, known: Sequence[int], num_pages: int) -> list[in
 
 
 class PrefixHistory:
-    """Pages by digest with the number of the line of conversation that computed them, the oldest forgotten first."""
+    """Pages by digest with the number of the line of conversation that computed them, at most max_pages of them.
+
+    Two generations: what was used since the younger one began, and what only the one before it has. The younger one
+    is full with half of all, then the older one is forgotten. So a prompt seen a moment ago costs nothing again.
+    """
 
     def __init__(self, max_pages: int = 1 << 20) -> None:
-        self._max_pages = max_pages
-        self._lines: dict[int, int] = {}
+        self._max_young = max(max_pages // 2, 1)
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._young) + len(self._old)
 
     def num_known_pages(self, prefixes: PagePrefixes) -> int:
         """Pages from the start that were seen before. O(log pages): they are a prefix, but for what aged out."""
         lower, upper = 0, prefixes.num_pages
-        digests, lines = prefixes.digests, self._lines
+        digests, young, old = prefixes.digests, self._young, self._old
         while lower < upper:
             middle = (lower + upper + 1) // 2
-            if digests[middle] in lines:
+            if digests[middle] in young or digests[middle] in old:
                 lower = middle
             else:
                 upper = middle - 1
@@ -112,18 +118,19 @@ class PrefixHistory:
 
     def line_of(self, digest: int) -> int | None:
         """The line that computed the page first, as far as is known."""
-        return self._lines.get(digest)
+        return self._young.get(digest, self._old.get(digest))
 
     def remember(self, prefixes: PagePrefixes, num_known: int, line: int) -> None:
         """`line` went through all these pages; those beyond the first num_known are its own."""
-        lines = self._lines
-        for index in range(1, prefixes.num_pages + 1):
-            digest = prefixes.digests[index]
-            first = lines.pop(digest, None)  # moves it to the young end
-            lines[digest] = first if first is not None and index <= num_known else line
-        if len(lines) > self._max_pages:
-            for digest in list(lines)[: len(lines) - self._max_pages]:
-                del lines[digest]
+        young, old, digests = self._young, self._old, prefixes.digests
+        for digest in filterfalse(young.__contains__, digests[1 : num_known + 1]):
+            young[digest] = old.pop(digest, line)
+        own = digests[num_known + 1 :]
+        for digest in filter(old.__contains__, own):
+            del old[digest]
+        young.update(dict.fromkeys(own, line))
+        if len(young) > self._max_young:
+            self._young, self._old = {}, dict(islice(young.items(), len(young) - self._max_young, None))
 
 
 class MarkIndex(Generic[Value]):

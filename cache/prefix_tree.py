@@ -9,6 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 from turnkeep.cache.page_node import PageNode, RootNode
 from turnkeep.cache.page_pool import PagePool
@@ -105,11 +108,30 @@ class PrefixTree:
             self._pages.retain(page)
         index = bisect_left(parent.order, key)
         shorter = parent.order[index - 1] if index else None
-        parent.order.insert(index, key)
-        parent.children[key] = node
+        parent.link(key, node)
         self.num_nodes += 1
         if shorter is not None and key.startswith(shorter):
             self.absorb(parent.children[shorter], node)
+        return node
+
+    def insert_chain(self, parent: PageNode, encoded: bytes | bytearray, pages: npt.NDArray[np.int32]) -> PageNode:
+        """So many full pages of a prompt below `parent`, which has no children and is pinned; returns the last of them.
+
+        A pin on `parent` that the caller owns moves on to the last one.
+        """
+        node, width = parent, self._page_bytes
+        offset = parent.end * TOKEN_BYTES
+        for page in pages.tolist():
+            key = bytes(encoded[offset : offset + width])
+            child = PageNode(node, key, page, node.end, hash((node.digest, key)))
+            child.num_pins = 1
+            node.children, node.order, node.is_plain = {key: child}, [key], True
+            node = child
+            offset += width
+        self.num_nodes += len(pages)
+        self.num_pinned += len(pages)
+        if self._pages is not None:
+            self._pages.retain_all(pages)
         return node
 
     def extend(self, node: PageNode, key: bytes) -> None:
@@ -119,12 +141,11 @@ class PrefixTree:
         """
         parent = node.parent
         assert parent is not None
-        self._unlink(parent, node.key)
+        parent.unlink(node.key)
         node.key = key
         node.end = node.start + len(key) // TOKEN_BYTES
         node.digest = hash((parent.digest, key))
-        parent.order.insert(bisect_left(parent.order, key), key)
-        parent.children[key] = node
+        parent.link(key, node)
 
     def absorb(self, node: PageNode, into: PageNode) -> None:
         """Replace a partly filled node by a sibling that holds the same tokens and more, with snapshots and pins.
@@ -136,10 +157,10 @@ class PrefixTree:
             node.writer.tail = None
             node.writer = None
             num_own_pins -= 1
-        for position, snapshot in node.snapshots.items():
+        for snapshot in node.snapshots.values():
             snapshot.node = into
-            into.snapshots[position] = snapshot
-        node.snapshots = {}
+            into.carry(snapshot)
+        node.forget_snapshots()
         for _ in range(num_own_pins):
             self.pin(into)
         while node.num_pins:
@@ -156,7 +177,7 @@ class PrefixTree:
         assert not node.num_pins
         assert not node.snapshots
         self._observer.leaf_taken(node)
-        self._unlink(parent, node.key)
+        parent.unlink(node.key)
         node.is_attached = False
         self.num_nodes -= 1
         if self._pages is not None:
@@ -165,6 +186,26 @@ class PrefixTree:
             # Whoever used the child came through the parent.
             parent.last_used_s = max(parent.last_used_s, node.last_used_s)
             self._became_free(parent)
+
+    def prune(self, node: PageNode) -> None:
+        """Take out `node` and those above it for as long as they have no children, pins or snapshots. O(those).
+
+        For models with state only: nobody is told of leaves.
+        """
+        pages: list[int] = []
+        parent = node.parent
+        while parent is not None and not (node.children or node.num_pins or node.snapshots):
+            parent.unlink(node.key)
+            node.is_attached = False
+            pages.append(node.page)
+            if not parent.children and not parent.num_pins:
+                parent.last_used_s = max(parent.last_used_s, node.last_used_s)
+            node, parent = parent, parent.parent
+        self.num_nodes -= len(pages)
+        if self._pages is not None and pages:
+            self._pages.release_all(np.array(pages[::-1], np.int32))
+        if pages and not node.children and not node.num_pins:
+            self._became_free(node)
 
     def pin(self, node: PageNode) -> None:
         """Keep a node, and with it its path, in the tree. O(nodes that were not pinned before)."""
@@ -207,10 +248,6 @@ class PrefixTree:
             self.roots.pop(node.cache_root, None)
         else:
             self._observer.leaf_unpinned(node)
-
-    def _unlink(self, parent: PageNode, key: bytes) -> None:
-        del parent.children[key]
-        del parent.order[bisect_left(parent.order, key)]
 
 
 def _num_common_tokens(first: bytes, second: bytes) -> int:

@@ -136,8 +136,8 @@ class Reclaimer:
         """A new snapshot at `position` inside `node`; it takes over the reference to `row`."""
         snapshot = Snapshot(node, position, row, kind, self._clock())
         assert node.parent is not None
-        node.snapshots[position] = snapshot
-        node.parent.suffixes[node.suffix(position)] = snapshot
+        node.carry(snapshot)
+        node.parent.index_suffix(node.suffix(position), snapshot)
         self.snapshots.add(snapshot)
         self._counters.created_snapshots[kind] += 1
         self._counters.num_snapshot_bytes += self._row_bytes
@@ -201,7 +201,7 @@ class Reclaimer:
         snapshot.is_attached = False
         self._policy.removed(snapshot)
         del node.snapshots[snapshot.num_tokens]
-        del node.parent.suffixes[node.suffix(snapshot.num_tokens)]
+        node.parent.drop_suffix(node.suffix(snapshot.num_tokens))
         self.snapshots.remove(snapshot)
         if not snapshot.num_hits:
             self._counters.unused_snapshots[snapshot.kind] += 1
@@ -211,7 +211,7 @@ class Reclaimer:
             self.offloader.removed(snapshot)
         if self.on_removed is not None:
             self.on_removed(snapshot)
-        self._prune(node)
+        self.tree.prune(node)
 
     def drop_rows(self, rows: Collection[int]) -> None:
         """Remove the unpinned snapshots in these rows. O(snapshots)."""
@@ -225,15 +225,8 @@ class Reclaimer:
         while node.absorbed_into is not None:
             node = node.absorbed_into
         self.tree.unpin(node, self._clock())
-        self._prune(node)
-
-    def _prune(self, node: PageNode) -> None:
-        if not self.has_state:
-            return
-        while node.parent is not None and not (node.children or node.num_pins or node.snapshots):
-            parent = node.parent
-            self.tree.remove(node)
-            node = parent
+        if self.has_state:
+            self.tree.prune(node)
 
     def supersede_page(self, node: PageNode) -> None:
         """For models without state: an unpinned page is among the first victims until a sequence uses it again."""
