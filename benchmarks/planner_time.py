@@ -2,8 +2,9 @@
 
 So many requests run, each with a draft, and so many wait. Steps are planned and applied as the engine would, with
 outputs made up; measured are plan (drafts chosen, pages, items, the next grant), apply, and the budget's part alone.
-Then one admission round for prompts of growing length. Bars: plan <= 2 ms with 256 running and 1,024 waiting; a
-round's time grows with the pages of a prompt and not faster. Prints a table and one JSON line.
+The same for one request alone, which pays it at every step. Then one admission round for prompts of growing length.
+Bars: plan <= 2 ms with 256 running and 1,024 waiting; a round's time grows with the pages of a prompt and not faster.
+Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ PAGE_SIZE = 16
 VOCAB_SIZE = 32_000
 PLAN_BAR_MS = 2.0
 NODE_S = 2e-5  # of the made-up machine: cheap enough that every request gets nodes
+PAGES_A_REQUEST = 350  # all that it may ever need
 RIGHT = 0.7  # of a node given the one above
 NUM_FIRST = 100  # steps that admit, and that tell what nodes cost
 
@@ -77,7 +79,7 @@ def draft(rng: random.Random, grant: TreeGrant) -> DraftTree:
     return DraftTree(tuple(rng.randrange(VOCAB_SIZE) for _ in parents), tuple(parents), tuple(stated))
 
 
-def made_up_output(plan: StepPlan, rng: random.Random) -> StepOutput:
+def made_up_output(plan: StepPlan, rng: random.Random, node_s: float) -> StepOutput:
     """Chains are right with the probability that they state; the machine takes a little for every node."""
     tokens, accepted, drafts, num_nodes = {}, {}, {}, 0
     for item in plan.items:
@@ -91,7 +93,7 @@ def made_up_output(plan: StepPlan, rng: random.Random) -> StepOutput:
             tokens[item.request_id] = (SampledToken(3),) * (1 + len(path))
             if plan.tree_grant is not None:
                 drafts[item.request_id] = draft(rng, plan.tree_grant)
-    seconds = 0.02 + 1e-4 * len(plan.items) + NODE_S * num_nodes
+    seconds = 0.02 + 1e-4 * len(plan.items) + node_s * num_nodes
     return StepOutput(tokens, seconds + 1e-3, {}, accepted, drafts, 1e-3)
 
 
@@ -105,9 +107,9 @@ def timed(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
     return timing
 
 
-def measure_steps(num_running: int, num_waiting: int, num_steps: int, seed: int) -> dict[str, float]:
+def measure_steps(num_running: int, num_waiting: int, num_steps: int, seed: int, node_s: float) -> dict[str, float]:
     rng = random.Random(seed)
-    scheduler, budget = make_scheduler(80 * num_running, num_running)
+    scheduler, budget = make_scheduler(PAGES_A_REQUEST * num_running, num_running)
     assert budget is not None
     for number in range(num_running + num_waiting):
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(400 + number % 50)]
@@ -122,7 +124,7 @@ def measure_steps(num_running: int, num_waiting: int, num_steps: int, seed: int)
         times["budget"].clear()
         plan = plan_step()
         assert plan is not None
-        apply_step(plan, made_up_output(plan, rng))
+        apply_step(plan, made_up_output(plan, rng, node_s))
         budget_ms.append(sum(times["budget"]))
         nodes.append(sum(item.draft.num_nodes for item in plan.items if item.draft is not None))
         scheduler.drain_events()
@@ -156,16 +158,21 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--node-us", type=float, default=1e6 * NODE_S, help="what a node costs the made-up machine")
     arguments = parser.parse_args()
-    steps = measure_steps(arguments.running, arguments.waiting, arguments.steps, arguments.seed)
+    node_s = 1e-6 * arguments.node_us
+    steps = measure_steps(arguments.running, arguments.waiting, arguments.steps, arguments.seed, node_s)
+    alone = measure_steps(1, 0, arguments.steps, arguments.seed, node_s)
     admission = [measure_admission(length, arguments.seed) for length in (1_000, 10_000, 100_000)]
-    print(f"{'':8}{'median ms':>11}{'p90 ms':>9}")
+    print(f"{'':8}{'median ms':>11}{'p90 ms':>9}{'alone: median':>16}{'p90 ms':>9}")
     for name in ("plan", "apply", "budget"):
-        print(f"{name:8}{steps[f'{name}_ms']:11.3f}{steps[f'{name}_p90_ms']:9.3f}")
+        many, one = ((own[f"{name}_ms"], own[f"{name}_p90_ms"]) for own in (steps, alone))
+        print(f"{name:8}{many[0]:11.3f}{many[1]:9.3f}{one[0]:16.3f}{one[1]:9.3f}")
     print(f"bar: plan <= {PLAN_BAR_MS} ms; {steps['nodes']:.0f} draft nodes a step")
     for row in admission:
         print(f"admit {row['tokens']:>7,} tokens {row['admit_ms']:9.3f} ms, {row['us_a_page']:.2f} us a page")
-    print(json.dumps({"seed": arguments.seed, **steps, "admission": admission, "machine": describe_machine()}))
+    found = {"seed": arguments.seed, **steps, "alone": alone, "admission": admission}
+    print(json.dumps(found | {"machine": describe_machine()}))
 
 
 if __name__ == "__main__":

@@ -219,12 +219,12 @@ class CacheManager:
 
         num_tokens: the longest path that the coming step may accept. Raises ValueError for one that never fits.
         """
-        self._require_open(seq)
-        if not 0 < num_tokens <= self._replay.capacity or seq.history_slot is None:
-            raise ValueError(f"a path of {num_tokens} tokens in a history of {self._replay.capacity}")
-        if seq.num_history_tokens + num_tokens > self._replay.capacity:
+        slot, capacity = seq.history_slot, self._replay.capacity
+        if not 0 < num_tokens <= capacity or slot is None:  # a closed sequence has no slot
+            raise ValueError(f"a path of {num_tokens} tokens in a history of {capacity}")
+        if seq.num_computed_tokens - seq.num_folded_tokens + num_tokens > capacity:
             self._replay.fold(seq)
-        return seq.history_slot, seq.num_history_tokens
+        return slot, seq.num_computed_tokens - seq.num_folded_tokens
 
     def fold(self, seq: SequenceCache) -> None:
         """Bring the live row up to everything computed, for a step that goes on from the row alone."""
@@ -237,18 +237,20 @@ class CacheManager:
         when the sequence's copies were never drained, or when the row was moved on past a history.
         """
         self._require_open(seq)
-        computed = seq.num_computed_tokens + num_tokens
+        before = seq.num_computed_tokens
+        computed = before + num_tokens
         if num_tokens < 0 or computed > seq.capacity_tokens:
             raise ValueError(f"{computed} tokens computed in a capacity of {seq.capacity_tokens}")
         if seq in self._copies:
             raise ValueError("the copies of this sequence were not carried out before the step")
-        if in_history and computed - seq.num_folded_tokens > self._replay.capacity:
-            raise ValueError(f"{computed - seq.num_folded_tokens} tokens in a history of {self._replay.capacity}")
-        if not in_history and seq.num_history_tokens:
+        if in_history:
+            if computed - seq.num_folded_tokens > self._replay.capacity:
+                raise ValueError(f"{computed - seq.num_folded_tokens} tokens in a history of {self._replay.capacity}")
+        elif before != seq.num_folded_tokens:
             raise ValueError(f"the live row is {seq.num_history_tokens} tokens behind and was moved on")
-        seq.num_computed_tokens = computed
-        if not in_history:
+        else:
             seq.num_folded_tokens = computed
+        seq.num_computed_tokens = computed
 
     def commit(self, seq: SequenceCache, token_ids: TokenIds) -> None:
         """Publish the full pages computed so far; token_ids: the known tokens, at least the computed ones.

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 TOKEN_BYTES = 4
+LAST = struct.Struct(">I")
 FEW_TOKENS = 16  # so many are unpacked faster than an array is made
 
 
@@ -53,6 +54,14 @@ class EncodedTokens(Sequence[int]):
     def largest(self) -> int:
         """The largest id of at least one."""
         return int(np.frombuffer(self.encoded, ">u4").max())
+
+    @property
+    def last(self) -> int:
+        """The last id of at least one. Raises ValueError where there is none."""
+        if not self.encoded:
+            raise ValueError("there is no last token")
+        last: int = LAST.unpack_from(self.encoded, -TOKEN_BYTES)[0]
+        return last
 
     def __len__(self) -> int:
         return len(self.encoded) // TOKEN_BYTES

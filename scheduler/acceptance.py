@@ -11,20 +11,17 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
 
 import numpy as np
-import numpy.typing as npt
 
 from turnkeep.scheduler.drafts import DraftTree
+from turnkeep.scheduler.proposed_nodes import Flags, Float64Array, Int64Array, ProposedNodes
 
 log = logging.getLogger(__name__)
 
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
-
 MAX_DEPTH = 16  # deeper nodes share a row of the table
 EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98])
+NUM_BINS = len(EDGES) + 1
 TABLE_TRUST = 8.0  # nodes after which a bin counts as much as the drafter's word
 TABLE_LIMIT = 512.0  # nodes of a bin, which is halved then: what was learnt long ago fades
 REQUEST_TRUST = 4.0  # expected nodes after which a request's own factor counts as much as one
@@ -34,38 +31,6 @@ MAX_FACTOR = 1.5
 WINDOW_STEPS, WINDOW_EXPECTED = 32, 6.0  # with nothing accepted although so much was promised, a request rests
 REST_STEPS, MAX_REST_STEPS = 64, 1024  # twice as long every time
 ALARM_STEPS, ALARM_EXPECTED = 128, 40.0  # the same of all requests together
-
-
-@dataclass(slots=True)
-class ProposedNodes:
-    """The nodes of several drafts in one row, tree after tree, [N] each. parents are places in the row, or -1."""
-
-    starts: list[int]  # of each tree, and the end
-    parents: Int64Array
-    depths: Int64Array  # below the root, from 1
-    levels: list[Int64Array]  # places of the nodes of depth 2, 3, ...
-    edges: Float64Array  # probability given the parent, as the drafter states it
-    trees: Int64Array  # number of each node's tree
-
-    @classmethod
-    def of(cls, drafts: Sequence[DraftTree]) -> ProposedNodes:
-        counts = [draft.num_nodes for draft in drafts]
-        starts = [0, *accumulate(counts)]
-        num_nodes = starts[-1]
-        trees = np.arange(len(drafts)).repeat(counts)
-        parents = np.fromiter(chain.from_iterable(draft.parents for draft in drafts), np.int64, num_nodes)
-        edges = np.fromiter(chain.from_iterable(draft.probabilities for draft in drafts), np.float64, num_nodes)
-        below = (parents >= 0).nonzero()[0]
-        parents[below] += np.array(starts)[trees[below]]
-        depths = (parents < 0).astype(np.int64)
-        edges[below] /= np.maximum(edges[parents[below]], 1e-12)
-        levels: list[Int64Array] = []
-        while below.size:
-            is_next = depths[parents[below]] == len(levels) + 1
-            levels.append(below[is_next])
-            depths[levels[-1]] = len(levels) + 1
-            below = below[~is_next]
-        return cls(starts, parents, depths, levels, np.minimum(edges, 1.0), trees)
 
 
 @dataclass(slots=True)
@@ -113,7 +78,7 @@ class AcceptanceStatistics:
         self.counts = AcceptanceCounts()
         self._requests: dict[str, _Request] = {}
         self._promise = _Promise()
-        self._trials = np.zeros((MAX_DEPTH + 1, len(EDGES) + 1))
+        self._trials = np.zeros((MAX_DEPTH + 1) * NUM_BINS)  # nodes put to the test, by depth and bin
         self._hits = np.zeros_like(self._trials)
 
     def rests(self, request_id: str) -> bool:
@@ -130,18 +95,11 @@ class AcceptanceStatistics:
 
     def path_probabilities(self, nodes: ProposedNodes, request_ids: Sequence[str]) -> Float64Array:
         """That each node and all above it are right, as experience has it: [N], never more than the parent's."""
-        if not len(nodes.parents):
-            return np.zeros(0)
         own = map(self._requests.get, request_ids)
         factors = np.array([1.0 if request is None else request.factor for request in own])
-        trees = nodes.trees
-        paths: Float64Array = np.minimum(self._rates(nodes) * factors[trees], 1.0)
-        # Of siblings at most one is right. Those below a root have its tree's number behind all places for a parent.
-        parents = np.where(nodes.parents < 0, nodes.starts[-1] + trees, nodes.parents)
-        paths /= np.maximum(np.bincount(parents, weights=paths), 1.0)[parents]
-        for level in nodes.levels:
-            paths[level] *= paths[nodes.parents[level]]
-        return paths
+        edges = np.minimum(self._rates(nodes.edges, _cells(nodes)) * factors[nodes.trees], 1.0)
+        edges /= np.maximum(nodes.sums_of_siblings(edges), 1.0)  # at most one of them is right
+        return nodes.products(edges)
 
     def measured(
         self, request_ids: Sequence[str], drafts: Sequence[DraftTree], accepted: Sequence[Sequence[int]]
@@ -151,53 +109,52 @@ class AcceptanceStatistics:
         A request may be there several times, with several steps.
         """
         nodes = ProposedNodes.of(drafts)
-        is_accepted = np.zeros(nodes.starts[-1], dtype=bool)
-        right = [start + node for start, path in zip(nodes.starts, accepted, strict=False) for node in path]
-        is_accepted[right] = True
+        is_accepted = np.zeros(len(nodes), dtype=bool)
+        is_accepted[[start + node for start, path in zip(nodes.starts, accepted, strict=False) for node in path]] = True
         # Only nodes below an accepted one were put to the test.
         is_tested = (nodes.parents < 0) | is_accepted[nodes.parents]
-        self._count(nodes.depths, is_accepted)
-        depths = np.minimum(nodes.depths[is_tested], MAX_DEPTH)
-        trees = nodes.trees[is_tested]
-        expected = np.bincount(trees, weights=self._rates(nodes)[is_tested], minlength=len(drafts))
-        stated = np.bincount(trees, weights=nodes.edges[is_tested], minlength=len(drafts))
-        places = depths, _bins(nodes.edges[is_tested])
-        np.add.at(self._trials, places, 1.0)
-        np.add.at(self._hits, places, is_accepted[is_tested])
+        depths = nodes.depths
+        self._count(depths, is_accepted)
+        cells, trees, stated = _cells(nodes)[is_tested], nodes.trees[is_tested], nodes.edges[is_tested]
+        expected = np.bincount(trees, weights=self._rates(stated, cells), minlength=len(drafts))
+        promised = np.bincount(trees, weights=stated, minlength=len(drafts))
+        self._trials += np.bincount(cells, minlength=len(self._trials))
+        self._hits += np.bincount(cells[is_accepted[is_tested]], minlength=len(self._hits))
         full = self._trials > TABLE_LIMIT
         self._trials[full] /= 2.0
         self._hits[full] /= 2.0
         resting = [
             request_id
-            for request_id, own, promised, path in zip(
-                request_ids, expected.tolist(), stated.tolist(), accepted, strict=True
+            for request_id, own, stated_own, path in zip(
+                request_ids, expected.tolist(), promised.tolist(), accepted, strict=True
             )
-            if self._update_request(request_id, own, promised, len(path))
+            if self._update_request(request_id, own, stated_own, len(path))
         ]
-        self._watch_all(float(stated.sum()), sum(map(len, accepted)), max(Counter(request_ids).values()))
+        self._watch_all(float(promised.sum()), sum(map(len, accepted)), max(Counter(request_ids).values()))
         return resting
 
-    def _count(self, depths: Int64Array, is_accepted: npt.NDArray[np.bool_]) -> None:
+    def _count(self, depths: Int64Array, is_accepted: Flags) -> None:
         for table, found in ((self.counts.num_nodes, depths), (self.counts.num_accepted, depths[is_accepted])):
             for depth, number in enumerate(np.bincount(found).tolist()):
                 if number:
                     table[depth] = table.get(depth, 0) + number
 
-    def _rates(self, nodes: ProposedNodes) -> Float64Array:
-        places = np.minimum(nodes.depths, MAX_DEPTH), _bins(nodes.edges)
-        hits, trials = self._hits[places], self._trials[places]
-        rates: Float64Array = (hits + TABLE_TRUST * nodes.edges) / (trials + TABLE_TRUST)
+    def _rates(self, edges: Float64Array, cells: Int64Array) -> Float64Array:
+        rates: Float64Array = (self._hits[cells] + TABLE_TRUST * edges) / (self._trials[cells] + TABLE_TRUST)
         return rates
 
     def _update_request(self, request_id: str, expected: float, stated: float, num_accepted: int) -> bool:
         """True when the request rests from now on."""
-        request = self._requests.setdefault(request_id, _Request())
+        request = self._requests.get(request_id)
+        if request is None:
+            request = self._requests[request_id] = _Request()
         request.expected = REQUEST_MEMORY * request.expected + expected
         request.accepted = REQUEST_MEMORY * request.accepted + num_accepted
         request.factor = min((request.accepted + REQUEST_TRUST) / (request.expected + REQUEST_TRUST), MAX_FACTOR)
         request.promise.add(stated, num_accepted)
         if num_accepted:
             request.next_rest = REST_STEPS
+            return False
         if not request.promise.is_broken(WINDOW_STEPS, WINDOW_EXPECTED):
             return False
         log.info("drafts of %s are reset: nothing of them was right in %d steps", request_id, request.promise.num_steps)
@@ -220,5 +177,7 @@ class AcceptanceStatistics:
             self.counts.num_alarms += 1
 
 
-def _bins(edges: Float64Array) -> Int64Array:
-    return EDGES.searchsorted(edges)
+def _cells(nodes: ProposedNodes) -> Int64Array:
+    """Where the table keeps nodes like these."""
+    cells: Int64Array = np.minimum(nodes.depths, MAX_DEPTH) * NUM_BINS + EDGES.searchsorted(nodes.edges)
+    return cells

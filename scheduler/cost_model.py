@@ -51,15 +51,16 @@ class StepLoad:
         prefill_tokens = num_decodes = num_nodes = 0
         prefill_pairs = decode_pairs = 0.0
         for item in plan.items:
-            num_tokens = len(item.token_ids)
-            if num_tokens == 1 and item.start > 0:
-                nodes = item.draft.num_nodes if item.draft is not None else 0
+            num_tokens, start = len(item.token_ids), item.start
+            if num_tokens == 1 and start > 0:
+                draft = item.draft
+                nodes = 0 if draft is None else draft.num_nodes
                 num_decodes += 1
                 num_nodes += nodes
-                decode_pairs += (1 + nodes) * (item.start + 1)
+                decode_pairs += (1 + nodes) * (start + 1)
             else:
                 prefill_tokens += num_tokens
-                prefill_pairs += num_pairs(item.start, item.start + num_tokens)
+                prefill_pairs += num_pairs(start, start + num_tokens)
         return cls(prefill_tokens, prefill_pairs, num_decodes, num_nodes, decode_pairs)
 
     def features(self) -> tuple[float, ...]:
@@ -125,18 +126,19 @@ class StepCost:
         """Seconds of a step without its drafting."""
         return self._compute.predict(load.features()) * self._factor(load.num_decodes, load.num_nodes > 0)
 
-    def decode_s(self, num_decodes: int, num_decode_pairs: float, max_nodes: int) -> Float64Array:
-        """Seconds of a step of decodes with 0, 1, ... max_nodes draft nodes: [max_nodes + 1].
+    def decode_s(self, num_decodes: int, num_decode_pairs: float, num_nodes: Float64Array) -> Float64Array:
+        """Seconds of a step of decodes with so many draft nodes, any shape; between none and one they are in between.
 
         A node costs what it costs at the mean length of the requests.
         """
-        costs = self._compute.costs
-        plain = costs[0] + costs[3] * num_decodes + costs[6] * num_decode_pairs
-        node = costs[4] + costs[6] * num_decode_pairs / max(num_decodes, 1)
-        seconds: Float64Array = plain + costs[5] + node * np.arange(max_nodes + 1, dtype=np.float64)
-        seconds *= self._factor(num_decodes, has_nodes=True)
-        seconds[0] = plain * self._factor(num_decodes, has_nodes=False)
-        return np.maximum(seconds, LEAST_STEP_S)
+        once, per_decode, per_node, any_nodes, per_pair = self._compute.costs[[0, 3, 4, 5, 6]].tolist()
+        plain = once + per_decode * num_decodes + per_pair * num_decode_pairs
+        node = per_node + per_pair * num_decode_pairs / max(num_decodes, 1)
+        factor = self._factor(num_decodes, has_nodes=True)
+        plain_s = max(plain * self._factor(num_decodes, has_nodes=False), LEAST_STEP_S)
+        one_s = max((plain + any_nodes + node) * factor, LEAST_STEP_S)
+        seconds: Float64Array = one_s + (num_nodes - 1.0) * (node * factor)
+        return np.where(num_nodes < 1.0, plain_s + num_nodes * (one_s - plain_s), seconds)
 
     def draft_s(self, load: DraftLoad) -> float:
         """Seconds of drafting after a step."""

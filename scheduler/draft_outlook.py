@@ -6,14 +6,13 @@ best number of them is found as for a step (see tree_budget.py), with the time t
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
-from turnkeep.scheduler.acceptance import Float64Array, Int64Array
 from turnkeep.scheduler.cost_model import DraftLoad, StepCost
+from turnkeep.scheduler.proposed_nodes import Float64Array, Int64Array
 
 UNKNOWN_ACCEPTANCE = 0.9  # of a node given the one above, before any was seen: deep drafts are tried first
 MAX_SAMPLES, MAX_NODES = 16, 384  # steps that are remembered, and nodes of them
@@ -34,14 +33,21 @@ class DraftOutlook:
     def __init__(self, cost: StepCost, max_depth: int) -> None:
         self._cost = cost
         self._max_depth = max_depth
-        self._samples: deque[tuple[int, Int64Array, Float64Array]] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[tuple[float, Int64Array, Float64Array]] = deque(maxlen=MAX_SAMPLES)
         self._num_nodes = 0
+        self._offset = 0
 
     def saw(self, num_decodes: int, depths: Int64Array, paths: Float64Array) -> None:
-        """The nodes that were proposed for a step with so many decodes, [N] each."""
+        """The nodes that were proposed for a step with so many decodes, [N] each, the worthiest first."""
+        num_alike = float(num_decodes)
+        every = -(-len(paths) // MAX_NODES)
+        if every > 1:  # some of each depth stand for all of them, others every time
+            self._offset = (self._offset + 1) % every
+            seen = depths.astype(np.int16).argsort(kind="stable")[self._offset :: every]
+            depths, paths, num_alike = depths[seen], paths[seen], num_decodes / every
         if len(self._samples) == MAX_SAMPLES:
             self._num_nodes -= len(self._samples[0][1])
-        self._samples.append((num_decodes, depths, paths))
+        self._samples.append((num_alike, depths, paths))
         self._num_nodes += len(depths)
         while self._num_nodes > MAX_NODES and len(self._samples) > 1:
             self._num_nodes -= len(self._samples.popleft()[1])
@@ -49,21 +55,29 @@ class DraftOutlook:
     def best(self, num_decodes: int, num_pairs: float) -> Outlook:
         """For a step with so many decodes and (query, key) pairs of them."""
         share, depths, paths = self._average(num_decodes)
-        order = np.argsort(-paths)
-        depths, paths = depths[order], paths[order]
-        # Seconds of a step at whole numbers of nodes; the average request has fractions of them.
-        steps = self._cost.decode_s(num_decodes, num_pairs, math.ceil(len(paths) * share) + 1)
-        places = np.arange(len(steps))
-        best, best_rate = Outlook(0, 0.0), num_decodes / steps[0]
-        for depth in range(1, self._max_depth + 1):
-            own = paths[depths <= depth]
-            numbers = share * np.arange(1, len(own) + 1)
-            drafting_s = self._cost.draft_s(DraftLoad(depth, num_decodes, round(share * len(own))))
-            rates = (num_decodes + share * np.cumsum(own)) / (np.interp(numbers, places, steps) + drafting_s)
-            number = int(rates.argmax())
-            is_free = best.depth == 0 and drafting_s < CHEAP_DRAFTING * steps[0]
-            if rates[number] > best_rate or is_free:
-                best, best_rate = Outlook(depth, float(numbers[number]) / num_decodes), float(rates[number])
+        order = (-paths).argsort()
+        levels = np.arange(1, self._max_depth + 1)
+        # [D, N]: with drafts so deep, the n best nodes; those that lie deeper add nothing.
+        is_within = depths[order] <= levels[:, None]
+        numbers = share * is_within.cumsum(axis=1)
+        expected = share * (is_within * paths[order]).cumsum(axis=1)
+        drafting_s = np.array(
+            [
+                self._cost.draft_s(DraftLoad(depth, num_decodes, round(number)))
+                for depth, number in zip(levels.tolist(), numbers[:, -1].tolist(), strict=True)
+            ]
+        )
+        steps_s = self._cost.decode_s(num_decodes, num_pairs, numbers) + drafting_s[:, None]
+        rates = (num_decodes + expected) / steps_s
+        rates[numbers == 0] = 0.0
+        places = rates.argmax(axis=1)
+        plain_s = float(self._cost.decode_s(num_decodes, num_pairs, np.zeros(1))[0])
+        best, best_rate = Outlook(0, 0.0), num_decodes / plain_s
+        for depth, place in enumerate(places.tolist(), start=1):
+            rate = float(rates[depth - 1, place])
+            is_free = best.depth == 0 and drafting_s[depth - 1] < CHEAP_DRAFTING * plain_s
+            if rate > best_rate or is_free:
+                best, best_rate = Outlook(depth, float(numbers[depth - 1, place]) / num_decodes), rate
         return best
 
     def _average(self, num_decodes: int) -> tuple[float, Int64Array, Float64Array]:

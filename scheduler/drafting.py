@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from turnkeep.scheduler.drafts import TreeGrant
 from turnkeep.scheduler.request import Request
 from turnkeep.scheduler.step_plan import StepOutput, StepPlan
-from turnkeep.scheduler.tree_budget import DecodingRequest, TreeBudget
+from turnkeep.scheduler.tree_budget import TreeBudget
 
 
 class Drafting:
@@ -19,18 +19,26 @@ class Drafting:
 
     def choose(self, running: Sequence[Request]) -> None:
         """Keep of each draft what the coming step verifies; what lies behind the last token wanted is of no use."""
-        decoding: list[Request] = []
-        to_verify: list[DecodingRequest] = []
+        drafting: list[Request] = []
+        num_decodes = num_tokens = 0
         for request in running:
             draft = request.draft
             if draft is not None:
-                request.draft = draft = draft.within_depth(request.num_useful_nodes)
-            if draft is not None or request.is_decoding:
-                decoding.append(request)
-                to_verify.append(DecodingRequest(request.request_id, len(request.token_ids), draft))
+                max_depth = request.num_useful_nodes
+                if not 0 < draft.depth <= max_depth:
+                    request.draft = draft = draft.within_depth(max_depth)
+            if draft is not None:
+                drafting.append(request)
+            elif not request.is_decoding:
+                continue
+            num_decodes += 1
+            num_tokens += len(request.token_ids)
         if self._budget is not None:
-            for request, chosen in zip(decoding, self._budget.select(to_verify), strict=True):
-                request.draft = chosen
+            request_ids = [request.request_id for request in drafting]
+            drafts = [request.draft for request in drafting if request.draft is not None]
+            chosen = self._budget.select(request_ids, drafts, num_decodes, num_tokens)
+            for request, part in zip(drafting, chosen, strict=True):
+                request.draft = part
 
     def grant(self, running: Sequence[Request]) -> TreeGrant | None:
         """For all that run: a prompt that ends with this step may be drafted for, too."""

@@ -48,6 +48,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_logprobs: int | None = None  # None: no logprobs; 0: only the chosen token's
     grammar: str | None = None  # the output must be of it; see engine/grammar.py for its form
 
+    @property
+    def looks_back(self) -> bool:
+        """Penalties and grammars need the tokens so far."""
+        has_penalty = self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        return has_penalty or self.repetition_penalty != 1.0 or self.grammar is not None
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -86,6 +92,10 @@ class Request:
     admitted_s: float | None = None
     first_token_s: float | None = None
     metadata: dict[str, object] = field(default_factory=dict)
+    needs_history: bool = field(init=False)  # penalties and grammars look at what was said before
+
+    def __post_init__(self) -> None:
+        self.needs_history = self.sampling.looks_back
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -104,27 +114,27 @@ class Request:
     def until_end(self, tokens: Sequence[SampledToken]) -> tuple[Sequence[SampledToken], FinishReason | None]:
         """Of newly sampled tokens those up to and with the one that ends it, and how; all and None when none does."""
         sampling = self.sampling
+        before = len(self.token_ids) - self.num_prompt_tokens
+        stop_token_ids = () if sampling.ignore_eos else sampling.stop_token_ids
+        if not stop_token_ids and before + len(tokens) < sampling.max_new_tokens:
+            return tokens, None
         for number, token in enumerate(tokens, start=1):
-            num_output_tokens = self.num_output_tokens + number
-            if (
-                not sampling.ignore_eos
-                and token.token_id in sampling.stop_token_ids
-                and num_output_tokens >= sampling.min_new_tokens
-            ):
+            if token.token_id in stop_token_ids and before + number >= sampling.min_new_tokens:
                 return tokens[:number], "stop"
-            if num_output_tokens >= sampling.max_new_tokens:
+            if before + number >= sampling.max_new_tokens:
                 return tokens[:number], "length"
         return tokens, None
 
     @property
     def is_decoding(self) -> bool:
         """Runs, and all its known tokens but the last, which was sampled, are computed."""
-        if self.cache is None:
+        cache = self.cache
+        if cache is None:
             return False
-        computed = self.cache.num_computed_tokens
+        computed = cache.num_computed_tokens
         return computed >= self.num_prompt_tokens and len(self.token_ids) - computed == 1
 
     @property
     def num_useful_nodes(self) -> int:
         """Tokens that a draft may add to the coming one: those after the last that may be generated are of no use."""
-        return self.sampling.max_new_tokens - 1 - self.num_output_tokens
+        return self.num_prompt_tokens + self.sampling.max_new_tokens - 1 - len(self.token_ids)

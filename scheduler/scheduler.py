@@ -195,6 +195,7 @@ class Scheduler:
         self._measure(plan, output)
         if self._preparations.is_running:
             self._preparations.apply(plan.items[0])
+        is_replayed = self._cache.has_history
         for item in plan.items:
             request = self._requests.get(item.request_id)
             if request is None or request.cache is None:
@@ -203,8 +204,7 @@ class Scheduler:
             # A token that a draft had right was computed with the one before it, the last of a step never is.
             num_tokens = len(item.token_ids) + max(len(tokens) - 1, 0)
             stats.num_computed_tokens += num_tokens
-            in_history = item.replay is not None and self._cache.has_history
-            self._cache.advance(request.cache, num_tokens, in_history=in_history)
+            self._cache.advance(request.cache, num_tokens, in_history=is_replayed and item.replay is not None)
             if item.draft is not None:
                 request.num_draft_nodes += item.draft.num_nodes
                 request.num_accepted_nodes += len(output.accepted.get(item.request_id, ()))

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from turnkeep.scheduler.request import Request, SamplingParams
+from turnkeep.scheduler.request import Request
 from turnkeep.scheduler.step_plan import Replay, SamplingHistory, StepItem
 
 if TYPE_CHECKING:
     from turnkeep.cache.cache_manager import CacheManager
+
+NO_REPLAY = Replay(0, 0)  # of models without state
 
 
 class StepPlanner:
@@ -37,7 +39,8 @@ class StepPlanner:
             sequence = request.cache
             assert sequence is not None
             needed = sequence.num_computed_tokens + 1
-            if request.draft is not None and not self._cache.grow(sequence, needed + request.draft.depth):
+            draft = request.draft
+            if draft is not None and not self._cache.grow(sequence, needed + draft.depth):
                 request.draft = None
             while needed > sequence.capacity_tokens and not self._cache.grow(sequence, needed):
                 if len(running) == 1:
@@ -57,19 +60,17 @@ class StepPlanner:
         goes to the requests that have more to compute, oldest first.
         """
         items: list[StepItem] = []
-        trees: list[StepItem] = []
         prefills: list[Request] = []
         has_trees = any(request.draft is not None for request in running)
+        num_tokens = 0
         for request in running:
             if not request.is_decoding:
                 prefills.append(request)
-            elif has_trees:
-                trees.append(self._tree_item(request))
-            else:
-                computed = len(request.token_ids) - 1
-                items.append(self._item(request, computed, computed + 1, ()))
-        num_nodes = sum(item.draft.num_nodes + 1 if item.draft else 1 for item in trees)
-        budget = max(self._max_step_tokens - len(items) - num_nodes, 1)
+                continue
+            items.append(self._decode_item(request, is_tree=has_trees))
+            num_tokens += 1 if request.draft is None else 1 + request.draft.num_nodes
+        budget = max(self._max_step_tokens - num_tokens, 1)
+        decodes: list[StepItem] = []
         chunks: list[StepItem] = []
         for request in prefills:
             if budget <= 0:
@@ -79,19 +80,37 @@ class StepPlanner:
             start = sequence.num_computed_tokens
             end = min(len(request.token_ids), start + budget)
             exports = self._exports(request, start, end)
-            item = self._item(request, start, end, exports)
             # One token after some context is computed like a decode, except where its state is exported.
-            (items if end - start == 1 and start > 0 and not exports else chunks).append(item)
+            is_decode = end - start == 1 and start > 0 and not exports
+            (decodes if is_decode else chunks).append(self._chunk_item(request, start, end, exports))
             budget -= end - start
-        return (*items, *trees, *chunks)
+        return (*decodes, *items, *chunks) if has_trees else (*items, *decodes, *chunks)
 
-    def _tree_item(self, request: Request) -> StepItem:
-        sequence, draft = request.cache, request.draft
+    def _decode_item(self, request: Request, *, is_tree: bool) -> StepItem:
+        """The last known token, in the live row or as the root of a tree. There are many of these in a step."""
+        sequence, draft, cache = request.cache, request.draft, self._cache
         assert sequence is not None
-        num_tokens = 1 + (draft.depth if draft is not None else 0)
-        replay = Replay(*self._cache.history_room(sequence, num_tokens)) if self._cache.has_history else Replay(0, 0)
+        num_tokens = 1 if draft is None else 1 + draft.depth
         start = sequence.num_computed_tokens
-        return self._item(request, start, start + 1, (), replay)
+        replay = None
+        if is_tree:
+            replay = Replay(*cache.history_room(sequence, num_tokens)) if cache.has_history else NO_REPLAY
+        elif cache.has_history:
+            cache.fold(sequence)
+        return StepItem(
+            request.request_id,
+            [request.token_ids.last],
+            start,
+            sequence.table[: cache.pages_for(start + num_tokens)],
+            sequence.state_row,
+            (),
+            request.sampling,
+            start + 1 - request.num_prompt_tokens,
+            _history(request) if request.needs_history else None,
+            replay,
+            draft,
+            self._context_ids(request, start) if request.is_just_opened else None,
+        )
 
     def _exports(self, request: Request, start: int, end: int) -> tuple[tuple[int, int], ...]:
         if not self._cache.has_state:
@@ -108,42 +127,29 @@ class StepPlanner:
                     exports.append((position, row))
         return tuple(exports)
 
-    def _item(
-        self,
-        request: Request,
-        start: int,
-        end: int,
-        exports: tuple[tuple[int, int], ...],
-        replay: Replay | None = None,
-    ) -> StepItem:
-        """Without a replay the step goes on from the live row, which must then have everything computed."""
+    def _chunk_item(self, request: Request, start: int, end: int, exports: tuple[tuple[int, int], ...]) -> StepItem:
+        """Known tokens from the live row on, which must then have everything computed."""
         sequence = request.cache
         assert sequence is not None
-        draft = request.draft if replay is not None else None
-        if replay is None and self._cache.has_history:
+        if self._cache.has_history:
             self._cache.fold(sequence)
         num_known = len(request.token_ids)
         is_last = end == num_known
-        wants_context = self._drafts_from_tokens and request.is_just_opened
         return StepItem(
             request_id=request.request_id,
             token_ids=request.token_ids[start:end],
             start=start,
-            page_ids=sequence.page_ids[: self._cache.pages_for(end + (draft.depth if draft is not None else 0))],
+            page_ids=sequence.page_ids[: self._cache.pages_for(end)],
             state_row=sequence.state_row,
             exports=exports,
             sampling=request.sampling if is_last else None,
             num_output_tokens=num_known - request.num_prompt_tokens,
-            history=_history(request) if is_last and _needs_history(request.sampling) else None,
-            replay=replay,
-            draft=draft,
-            context_ids=tuple(request.token_ids[:start]) if wants_context else None,
+            history=_history(request) if is_last and request.needs_history else None,
+            context_ids=self._context_ids(request, start) if request.is_just_opened else None,
         )
 
-
-def _needs_history(sampling: SamplingParams) -> bool:
-    has_penalty = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
-    return has_penalty or sampling.repetition_penalty != 1.0 or sampling.grammar is not None
+    def _context_ids(self, request: Request, start: int) -> tuple[int, ...] | None:
+        return tuple(request.token_ids[:start]) if self._drafts_from_tokens else None
 
 
 def _history(request: Request) -> SamplingHistory:

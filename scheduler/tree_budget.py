@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from turnkeep.scheduler.acceptance import AcceptanceStatistics, Float64Array, ProposedNodes
+from turnkeep.scheduler.acceptance import AcceptanceStatistics
 from turnkeep.scheduler.cost_model import DraftLoad, StepCost, StepCostFile, StepLoad
 from turnkeep.scheduler.draft_outlook import DraftOutlook, Outlook
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
+from turnkeep.scheduler.proposed_nodes import Flags, Float64Array, ProposedNodes
 from turnkeep.scheduler.speculation_config import SpeculationConfig
 from turnkeep.scheduler.step_plan import StepOutput, StepPlan
 
@@ -34,14 +34,6 @@ LEAST_MEASURED = 64  # steps that are worth keeping for the next engine
 GROWTH = 1.5  # of the nodes that paid lately, proposed for the next step
 LEARN_EVERY = 8  # verified drafts, or steps
 OUTLOOK_STEPS = 8  # for which what may be proposed stays as it is
-
-
-class DecodingRequest(NamedTuple):
-    """What the budget needs to know of a request that decodes one token and verifies what was drafted after it."""
-
-    request_id: str
-    num_tokens: int  # that it attends to
-    draft: DraftTree | None
 
 
 @dataclass(slots=True)
@@ -112,42 +104,47 @@ class TreeBudget:
         self._num_unlearnt = 0  # steps with them
         self._forgotten: list[str] = []  # requests that have ended since then
 
-    def select(self, requests: Sequence[DecodingRequest]) -> list[DraftTree | None]:
-        """The part of each request's draft that the coming step verifies, None for plain decoding."""
-        chosen: list[DraftTree | None] = [None] * len(requests)
-        self._choice = choice = Choice(num_decodes=len(requests))
-        drafting = [
-            (place, request.draft)
-            for place, request in enumerate(requests)
-            if request.draft is not None and not self.acceptance.rests(request.request_id)
-        ]
-        if drafting:
-            drafts = [draft for _, draft in drafting]
-            nodes = ProposedNodes.of(drafts)
-            paths = self.acceptance.path_probabilities(nodes, [requests[place].request_id for place, _ in drafting])
-            order = np.argsort(-paths, kind="stable")[: self._max_nodes]
-            self._choose_number(choice, requests, paths[order])
-            is_kept = np.zeros(len(paths), dtype=bool)
-            is_kept[order[: choice.num_granted]] = True
-            kept = is_kept.tolist()
-            for start, end, (place, draft) in zip(nodes.starts, nodes.starts[1:], drafting, strict=False):
-                chosen[place] = _part(draft, kept[start:end])
-            self._outlook.saw(len(requests), nodes.depths, paths)
+    def select(
+        self, request_ids: Sequence[str], drafts: Sequence[DraftTree], num_decodes: int, num_tokens: int
+    ) -> list[DraftTree | None]:
+        """The part of each request's draft that the coming step verifies, None for plain decoding.
+
+        num_decodes: requests that decode, with drafts or without; num_tokens: that they attend to together.
+        """
+        chosen: list[DraftTree | None] = [None] * len(drafts)
+        self._choice = choice = Choice(num_decodes)
+        awake = [place for place, request_id in enumerate(request_ids) if not self.acceptance.rests(request_id)]
+        if awake:
+            proposed = [drafts[place] for place in awake]
+            nodes = ProposedNodes.of(proposed)
+            paths = self.acceptance.path_probabilities(nodes, [request_ids[place] for place in awake])
+            order = (-paths).argsort(kind="stable")[: self._max_nodes]
+            best = paths[order]
+            self._choose_number(choice, num_tokens, best)
+            if choice.num_granted == len(nodes):
+                for place, draft in zip(awake, proposed, strict=True):
+                    chosen[place] = draft
+            elif choice.num_granted:
+                is_kept = np.zeros(len(paths), dtype=bool)
+                is_kept[order[: choice.num_granted]] = True
+                for place, part in zip(awake, _parts(proposed, nodes, is_kept), strict=True):
+                    chosen[place] = part
+            self._outlook.saw(num_decodes, nodes.depths[order], best)
         self._count(choice)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("tree budget: %s", choice)
         return chosen
 
-    def _choose_number(self, choice: Choice, requests: Sequence[DecodingRequest], best: Float64Array) -> None:
+    def _choose_number(self, choice: Choice, num_tokens: int, best: Float64Array) -> None:
         """best: path probabilities of the proposed nodes, largest first."""
-        expected = np.concatenate(([0.0], np.cumsum(best)))
-        pairs = float(sum(request.num_tokens for request in requests))
-        seconds = self._cost.decode_s(len(requests), pairs, len(best))
-        rates = (len(requests) + expected) / seconds
+        num_decodes = choice.num_decodes
+        expected = np.concatenate(([0.0], best.cumsum()))
+        seconds = self._cost.decode_s(num_decodes, float(num_tokens), np.arange(len(expected), dtype=np.float64))
+        rates = (num_decodes + expected) / seconds
         number = int(rates.argmax())
         if self._is_probe and number == 0:
             number, choice.reason = int(rates[1:].argmax()) + 1, " (to see what they give)"
-        elif number and self._is_check_due(len(requests)):
+        elif number and self._is_check_due(num_decodes):
             number, choice.reason = 0, " (to see what a plain step costs)"
         self._is_probe = False
         choice.num_proposed, choice.num_granted = len(best), number
@@ -215,9 +212,12 @@ class TreeBudget:
         if plan.tree_grant is not None or output.drafts:
             self._cost.measured_draft(_draft_load(load, output), output.draft_s)
         self._num_unlearnt += 1
-        for item in plan.items:
-            if item.draft is not None and item.request_id in output.tokens:
-                self._verified.append((item.request_id, item.draft, output.accepted.get(item.request_id, ())))
+        tokens, accepted = output.tokens, output.accepted
+        self._verified += [
+            (item.request_id, item.draft, accepted.get(item.request_id, ()))
+            for item in plan.items
+            if item.draft is not None and item.request_id in tokens
+        ]
         if self._num_unlearnt >= LEARN_EVERY or len(self._verified) >= LEARN_EVERY:
             self._learn()
 
@@ -267,20 +267,20 @@ class TreeBudget:
 def _draft_load(load: StepLoad, output: StepOutput) -> DraftLoad:
     drafts = output.drafts.values()
     return DraftLoad(
-        num_levels=max((max(draft.depths(), default=0) for draft in drafts), default=0),
+        num_levels=max([draft.depth for draft in drafts], default=0),
         num_requests=len(output.tokens),
-        num_nodes=sum(draft.num_nodes for draft in drafts),
+        num_nodes=sum([draft.num_nodes for draft in drafts]),
         num_prefill_tokens=load.num_prefill_tokens,
     )
 
 
-def _part(draft: DraftTree, is_kept: list[bool]) -> DraftTree | None:
-    """The kept nodes, among which every one but a child of the root has its parent."""
-    number = is_kept.count(True)
-    if number == len(is_kept):
-        return draft
-    if number == 0:
-        return None
-    if not is_kept[number:].count(True):
-        return draft.first(number)
-    return draft.picked([node for node, is_own in enumerate(is_kept) if is_own])
+def _parts(drafts: Sequence[DraftTree], nodes: ProposedNodes, is_kept: Flags) -> Iterator[DraftTree | None]:
+    """Of each draft its kept nodes, among which every one but a child of the root has its parent."""
+    for draft, start, count, depth, are_first in zip(drafts, nodes.starts, *nodes.counts(is_kept), strict=False):
+        if count == 0:
+            yield None
+        elif are_first:
+            yield draft.first(count, depth)
+        else:
+            own = is_kept[start : start + draft.num_nodes]
+            yield draft.picked(own.nonzero()[0].tolist(), depth)

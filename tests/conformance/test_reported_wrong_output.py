@@ -181,8 +181,9 @@ def test_30_drafts_that_are_never_accepted_are_reset_and_tokens_stay_right() -> 
     drafting: Any = engine.loop._scheduler._drafting
     budget, grant = drafting._budget, drafting._fixed_grant
     # Everything is verified, as a planner that believes the drafter would have it.
-    budget.select = lambda requests: [
-        None if budget.acceptance.rests(request.request_id) else request.draft for request in requests
+    budget.select = lambda request_ids, drafts, num_decodes, num_tokens: [
+        None if budget.acceptance.rests(request_id) else draft
+        for request_id, draft in zip(request_ids, drafts, strict=True)
     ]
     budget.grant = lambda num_requests, num_tokens: grant
     prompt = demo_prompts()[0]

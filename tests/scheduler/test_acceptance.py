@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 from drafting_world import grow
 
-from turnkeep.scheduler.acceptance import (
-    ALARM_STEPS,
-    REST_STEPS,
-    WINDOW_STEPS,
-    AcceptanceStatistics,
-    ProposedNodes,
-)
+from turnkeep.scheduler.acceptance import ALARM_STEPS, REST_STEPS, WINDOW_STEPS, AcceptanceStatistics
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
+from turnkeep.scheduler.proposed_nodes import ProposedNodes
 
 GRANT = TreeGrant(num_nodes=99, max_nodes_per_request=12, max_depth=4, max_children=3)
 CHAIN = DraftTree((1, 2, 3), (-1, 0, 1), (0.5, 0.4, 0.2))
@@ -33,7 +28,9 @@ def test_nodes_of_several_drafts_lie_in_one_row_with_their_depths_and_own_probab
     assert nodes.starts == [0, 3, 7]
     assert nodes.parents.tolist() == [-1, 0, 1, -1, -1, 4, 5]
     assert nodes.depths.tolist() == [1, 2, 3, 1, 1, 2, 3]
-    assert [level.tolist() for level in nodes.levels] == [[1, 5], [2, 6]]
+    assert nodes.ancestors.T.tolist() == [
+        [-1, -1, 0], [-1, 0, 1], [0, 1, 2], [-1, -1, 3], [-1, -1, 4], [-1, 4, 5], [4, 5, 6]
+    ]  # fmt: skip
     assert nodes.edges.tolist() == pytest.approx([0.5, 0.8, 0.5, 0.5, 0.25, 0.8, 0.5])
     assert ProposedNodes.of([]).starts == [0]
 

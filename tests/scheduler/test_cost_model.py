@@ -49,7 +49,7 @@ def test_the_time_of_any_number_of_nodes_is_that_of_the_step_with_them() -> None
     for _ in range(400):
         load = random_load(rng)
         cost.measured(load, true_s(load))
-    seconds = cost.decode_s(4, 4 * 900, 20)
+    seconds = cost.decode_s(4, 4 * 900, np.arange(21.0))
     for num_nodes in (0, 1, 20):
         load = StepLoad(num_decodes=4, num_nodes=num_nodes, num_decode_pairs=(4 + num_nodes) * 900)
         assert seconds[num_nodes] == pytest.approx(cost.step_s(load))
@@ -95,7 +95,7 @@ def test_costs_are_never_negative_and_unseen_ones_keep_what_was_believed() -> No
 def test_no_step_is_believed_to_be_free() -> None:
     cost = StepCost()
     cost._compute = OnlineLeastSquares([0.0] * len(cost._compute.costs))
-    assert (cost.decode_s(1, 100.0, 5) > 0.0).all()
+    assert (cost.decode_s(1, 100.0, np.arange(6.0)) > 0.0).all()
 
 
 def test_a_changed_machine_is_noticed_within_a_few_hundred_steps() -> None:

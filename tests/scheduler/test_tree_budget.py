@@ -14,7 +14,7 @@ from turnkeep.scheduler.acceptance import AcceptanceStatistics
 from turnkeep.scheduler.cost_model import StepCost, StepCostFile, StepLoad
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.speculation_config import SpeculationConfig
-from turnkeep.scheduler.tree_budget import DecodingRequest, TreeBudget
+from turnkeep.scheduler.tree_budget import TreeBudget
 
 GRANT = TreeGrant(num_nodes=99, max_nodes_per_request=9, max_depth=4, max_children=3)
 CONFIG = SpeculationConfig(6, 3, 15)
@@ -34,8 +34,14 @@ def known_cost(plain_s: float, node_s: float, any_s: float = 0.0) -> StepCost:
     return cost
 
 
-def requests_with(*drafts: DraftTree | None) -> list[DecodingRequest]:
-    return [DecodingRequest(f"r{number}", 0, draft) for number, draft in enumerate(drafts)]
+def select(budget: TreeBudget, *drafts: DraftTree | None) -> list[DraftTree | None]:
+    """What of each is verified when that many requests decode, those with a draft and those without."""
+    drafting = [(number, draft) for number, draft in enumerate(drafts) if draft is not None]
+    chosen: list[DraftTree | None] = [None] * len(drafts)
+    parts = budget.select([f"r{number}" for number, _ in drafting], [draft for _, draft in drafting], len(drafts), 0)
+    for (number, _), part in zip(drafting, parts, strict=True):
+        chosen[number] = part
+    return chosen
 
 
 def expected(drafts: list[DraftTree | None]) -> float:
@@ -55,7 +61,7 @@ def test_the_chosen_nodes_are_trees_and_the_best_of_all_that_could_be_chosen() -
             best_of[number] = max(best_of.get(number, 0.0), sum(part[1] for part in parts))
         for node_s in (1e-5, 1e-4, 5e-4, 2e-3):
             budget = make_budget(known_cost(2e-3, node_s))
-            chosen = budget.select(requests_with(*drafts))
+            chosen = select(budget, *drafts)
             for draft in chosen:
                 if draft is not None:
                     assert all(parent < node for node, parent in enumerate(draft.parents))
@@ -76,26 +82,26 @@ def _connected(draft: DraftTree) -> list[tuple[tuple[int, ...], float]]:
 
 def test_a_part_of_a_draft_keeps_tokens_parents_and_probabilities_together() -> None:
     draft = DraftTree((1, 2, 3, 4, 5), (-1, -1, 0, 1, 3), (0.3, 0.6, 0.05, 0.5, 0.4))
-    (chosen,) = make_budget(known_cost(2e-3, 5e-4)).select(requests_with(draft))
+    (chosen,) = select(make_budget(known_cost(2e-3, 5e-4)), draft)
     assert chosen == DraftTree((2, 4, 5), (-1, 0, 1), (0.6, 0.5, 0.4))
 
 
 def test_a_cheap_node_keeps_whole_drafts_and_a_dear_one_none() -> None:
     draft = grow(random.Random(1), GRANT, 0.6, 1.0).draft
-    assert make_budget(known_cost(2e-3, 1e-7)).select(requests_with(draft, None))[0] is draft
-    assert make_budget(known_cost(2e-3, 5e-3)).select(requests_with(draft, None)) == [None, None]
+    assert select(make_budget(known_cost(2e-3, 1e-7)), draft, None)[0] is draft
+    assert select(make_budget(known_cost(2e-3, 5e-3)), draft, None) == [None, None]
 
 
 def test_the_number_of_nodes_is_bounded_over_the_batch() -> None:
     drafts = [grow(random.Random(number), GRANT, 0.6, 1.0).draft for number in range(5)]
-    chosen = make_budget(known_cost(2e-3, 1e-7), max_nodes=7).select(requests_with(*drafts))
+    chosen = select(make_budget(known_cost(2e-3, 1e-7), max_nodes=7), *drafts)
     assert sum(draft.num_nodes for draft in chosen if draft is not None) == 7
 
 
 def test_nodes_go_to_the_requests_whose_drafts_are_better() -> None:
     rng = random.Random(3)
     sure, unsure = grow(rng, GRANT, 0.9, 1.0).draft, grow(rng, GRANT, 0.2, 1.0).draft
-    chosen = make_budget(known_cost(2e-3, 5e-4)).select(requests_with(sure, unsure))
+    chosen = select(make_budget(known_cost(2e-3, 5e-4)), sure, unsure)
     assert chosen[0] is not None
     assert chosen[0].num_nodes > (chosen[1].num_nodes if chosen[1] is not None else 0)
 
@@ -164,7 +170,7 @@ def test_drafts_that_become_useless_are_given_up_and_tried_again_later() -> None
 
 def test_without_running_requests_nothing_is_granted() -> None:
     assert make_budget().grant(0, 0) is None
-    assert make_budget().select([]) == []
+    assert make_budget().select([], [], 0, 0) == []
 
 
 def test_grants_keep_to_the_limits() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.request import SamplingParams
 from turnkeep.scheduler.step_plan import SampledToken, StepItem, StepOutput, StepPlan
-from turnkeep.scheduler.tree_budget import DecodingRequest, TreeBudget
+from turnkeep.scheduler.tree_budget import TreeBudget
 
 SAMPLING = SamplingParams(max_new_tokens=1 << 30)
 
@@ -91,10 +91,10 @@ class World:
 
     def step(self) -> None:
         names = [f"r{number}" for number in range(self.num_requests)]
-        requests = [
-            DecodingRequest(name, 500, self.drafted[name].draft if name in self.drafted else None) for name in names
-        ]
-        chosen = self.budget.select(requests)
+        drafted = {name: self.drafted[name].draft for name in names if name in self.drafted}
+        parts = self.budget.select(list(drafted), list(drafted.values()), self.num_requests, 500 * self.num_requests)
+        kept = dict(zip(drafted, parts, strict=True))
+        chosen = [kept.get(name) for name in names]
         grant = self.budget.grant(self.num_requests, 500 * self.num_requests)
         items, accepted = [], {}
         for name, draft in zip(names, chosen, strict=True):
