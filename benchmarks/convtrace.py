@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from turnkeep.cache.encoded_tokens import TOKEN_BYTES, EncodedTokens, encode_tokens
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES, EncodedTokens
 
 Run = tuple[int, int]  # first id, number of ids
 PIECES = re.compile(r"[A-Za-z]+|\d|[^\sA-Za-z\d]+|\s+")
@@ -56,11 +56,12 @@ class _IdBytes:
     def __init__(self) -> None:
         self._encoded = memoryview(b"")
 
+    def reserve(self, num_ids: int) -> None:
+        if TOKEN_BYTES * num_ids > len(self._encoded):
+            self._encoded = memoryview(np.arange(num_ids, dtype=">u4")).cast("B")
+
     def of(self, run: Run) -> memoryview:
-        end = TOKEN_BYTES * (run[0] + run[1])
-        if end > len(self._encoded):
-            self._encoded = memoryview(encode_tokens(np.arange(2 * end // TOKEN_BYTES)))
-        return self._encoded[TOKEN_BYTES * run[0] : end]
+        return self._encoded[TOKEN_BYTES * run[0] : TOKEN_BYTES * (run[0] + run[1])]
 
 
 _ID_BYTES = _IdBytes()
@@ -74,8 +75,12 @@ def load_trace(path: Path, rendering: str) -> list[TraceRequest]:
         raise ValueError(f"{path.name} is not a convtrace/1 file")
     header, rows = lines[0], lines[1:]
     if header["kind"] == "hash":
-        return list(_hash_requests(header["block"], rows))
-    return list(_text_requests(header.get("tools", {}), rows, rendering))
+        requests = list(_hash_requests(header["block"], rows))
+    else:
+        requests = list(_text_requests(header.get("tools", {}), rows, rendering))
+    runs = (run for request in requests for run in request.prompt + request.output)
+    _ID_BYTES.reserve(max(map(sum, runs), default=0))
+    return requests
 
 
 def trace_kind(path: Path) -> str:

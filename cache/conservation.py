@@ -150,8 +150,8 @@ def _check_snapshots(
         _require(found is snapshot, f"the snapshot at {position} cannot be found by its tokens")
         _require(snapshot.num_pins == pins[snapshot], f"snapshot at {position}: {snapshot.num_pins} pins")
     for node in nodes:
-        is_plain = len(node.children) == 1 and not node.suffixes
-        _require(node.is_plain == is_plain, f"the page at {node.start} is wrong about what is below it")
+        passable = node.parent if len(node.children) == 1 and not node.suffixes else None
+        _require(node.passable is passable, f"the page at {node.start} is wrong about what is below it")
     num_pinned = sum(snapshot.num_pins > 0 for snapshot in carried)
     _require(reclaimer.num_pinned_snapshots == num_pinned, f"{num_pinned} snapshots pinned, count is wrong")
     num_evictable = len(carried) - num_pinned

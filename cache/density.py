@@ -197,9 +197,11 @@ def neighbours(snapshot: Snapshot) -> tuple[Snapshot | None, int]:
             return found, num_pages + int(is_alone and found.node is not node)
         num_pages += is_alone
         node, parent = parent, parent.parent
-        while parent is not None and node.is_plain and parent.is_plain:  # thousands, where snapshots are far apart
-            num_pages += is_alone
-            node, parent = parent, parent.parent
+        if parent is not None and node.passable is not None:
+            start = node.start
+            while (above := parent.passable) is not None:
+                node, parent = parent, above
+            num_pages += is_alone * ((start - node.start) // (node.end - node.start))
     return None, num_pages
 
 

@@ -79,7 +79,9 @@ class DensityPolicy:
         self, seq: SequenceCache, match: PrefixMatch, conversation: ConversationKey | None
     ) -> tuple[Boundary, ...]:
         self._age()
-        prefixes = PagePrefixes(match.cache_root, match.encoded, self._page_size, match.path, match.known_digests)
+        prefixes = PagePrefixes(
+            match.cache_root, match.encoded, self._page_size, match.path, match.known_digests, match.next_digests
+        )
         num_known = self._history.num_known_pages(prefixes)
         known_line = self._history.line_of(prefixes.digests[num_known]) if num_known else None
         line = self._lines.find(conversation, known_line, prefixes)

@@ -128,6 +128,19 @@ def decode_tokens(encoded: bytes | bytearray) -> list[int]:
     return ids
 
 
+def page_digests(digest: int, encoded: bytes | bytearray, start: int, page_size: int) -> list[int]:
+    """`digest`, which is that of the first `start` tokens, and those after each further full page. O(those pages).
+
+    What is looked up by digests only steers and reports: tokens decide what matches.
+    """
+    digests, width = [digest], page_size * TOKEN_BYTES
+    data = bytes(memoryview(encoded)[start * TOKEN_BYTES :])
+    for offset in range(0, len(data) - width + 1, width):
+        digest = hash((digest, data[offset : offset + width]))
+        digests.append(digest)
+    return digests
+
+
 def common_tokens(first: bytes | bytearray, second: bytes | bytearray, limit: int) -> int:
     """Leading tokens that both share, at most `limit`. One comparison of memory where they share all."""
     limit = min(limit, len(first) // TOKEN_BYTES, len(second) // TOKEN_BYTES)

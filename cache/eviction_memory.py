@@ -7,6 +7,7 @@ report.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 from turnkeep.cache.page_node import PageNode
@@ -45,19 +46,18 @@ class EvictionMemory:
         if len(self._suffixes) > self._max_pages:
             self._suffixes.popitem(last=False)
 
-    def deepest(self, node_digest: int, encoded: bytes | bytearray, start: int, limit: int) -> int:
+    def deepest(self, digests: Sequence[int], encoded: bytes | bytearray, start: int, limit: int) -> int:
         """Deepest remembered position in (start, limit] of a prompt, 0 if none.
 
-        node_digest: digest of the prompt's first `start` tokens, a whole number of pages. O(pages after `start`).
+        digests: of the prompt's first `start` tokens, a whole number of pages, and of each full page more. O(those).
         """
         if not self._suffixes:
             return 0
-        deepest, digest, width = 0, node_digest, self._page_bytes
-        for offset in range(start * TOKEN_BYTES, limit * TOKEN_BYTES, width):
-            page = bytes(encoded[offset : offset + width])
-            for suffix in self._suffixes.get(digest, ()):
+        deepest, width = 0, self._page_bytes
+        for place in [place for place, digest in enumerate(digests) if digest in self._suffixes]:
+            offset = start * TOKEN_BYTES + place * width
+            for suffix in self._suffixes[digests[place]]:
                 end = offset + len(suffix)
-                if end <= limit * TOKEN_BYTES and page.startswith(suffix):
+                if end <= limit * TOKEN_BYTES and encoded.startswith(suffix, offset):
                     deepest = max(deepest, end // TOKEN_BYTES)
-            digest = hash((digest, page))
         return deepest

@@ -29,7 +29,8 @@ class PageNode:
     snapshots: position -> snapshot carried by this node's page.
     suffixes: tokens after `end` -> snapshot carried by one of the children; one entry per distinct prefix, so an equal
     snapshot is found whichever child carries it.
-    is_plain: it has one child, and no snapshot stands in that: what a walk up a long prompt passes thousands of.
+    passable: the parent, of a node that has one child with no snapshot in it: a walk up a long prompt passes thousands
+    of those. None of any other, and of roots.
     num_pins: own pins (a sequence's path or tail, a pinned snapshot, a copy that reads the page) plus one per child
     that is itself pinned. Only unpinned nodes can be evicted.
     """
@@ -40,7 +41,6 @@ class PageNode:
         "digest",
         "end",
         "is_attached",
-        "is_plain",
         "is_superseded",
         "key",
         "last_used_s",
@@ -48,6 +48,7 @@ class PageNode:
         "order",
         "page",
         "parent",
+        "passable",
         "snapshots",
         "start",
         "suffixes",
@@ -66,7 +67,7 @@ class PageNode:
         self.order: list[bytes] = _NO_KEYS
         self.snapshots: dict[int, Snapshot] = _NONE
         self.suffixes: dict[bytes, Snapshot] = _NONE
-        self.is_plain = False
+        self.passable: PageNode | None = None
         self.num_pins = 0
         self.writer: SequenceCache | None = None  # the sequence that goes on filling this page
         self.last_used_s = 0.0
@@ -87,11 +88,11 @@ class PageNode:
     def unlink(self, key: bytes) -> None:
         """A child fewer."""
         if len(self.children) == 1:
-            self.children, self.order = _NONE, _NO_KEYS
+            self.children, self.order, self.passable = _NONE, _NO_KEYS, None
         else:
             del self.children[key]
             del self.order[bisect_left(self.order, key)]
-        self._look()
+            self._look()
 
     def carry(self, snapshot: Snapshot) -> None:
         """Let `snapshot` stand in this page."""
@@ -110,7 +111,7 @@ class PageNode:
             self.suffixes[suffix] = snapshot
         else:
             self.suffixes = {suffix: snapshot}
-        self.is_plain = False
+        self.passable = None
 
     def drop_suffix(self, suffix: bytes) -> None:
         """No child carries that snapshot any more."""
@@ -118,7 +119,7 @@ class PageNode:
         self._look()
 
     def _look(self) -> None:
-        self.is_plain = len(self.children) == 1 and not self.suffixes
+        self.passable = self.parent if len(self.children) == 1 and not self.suffixes else None
 
     def suffix(self, position: int) -> bytes:
         """Key of the tokens of this page before `position`."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse, islice
+from itertools import islice
 from typing import Generic, TypeVar
 
-from turnkeep.cache.encoded_tokens import TOKEN_BYTES
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES, page_digests
 from turnkeep.cache.page_node import PageNode
 
 Value = TypeVar("Value")
@@ -37,12 +37,15 @@ class PagePrefixes:
         page_size: int,
         path: PageNode | None,
         known: Sequence[int] = (),
+        following: Sequence[int] = (),
     ) -> None:
-        """path: full pages that the prompt runs through. known: digests of that path, as far as they are at hand."""
+        """path: full pages that the prompt runs through. known: digests of that path, as far as they are at hand.
+        following: its last one, and those of pages behind it."""
         self.encoded = encoded
         self._width = page_size * TOKEN_BYTES
         self._page_size = page_size
         self.digests = [hash(cache_root)] if path is None else _digests_of(path, known, path.end // page_size)
+        self.digests += following[1:]
         self.extend(encoded)
 
     @property
@@ -56,10 +59,9 @@ class PagePrefixes:
     def extend(self, encoded: bytes | bytearray) -> None:
         """More tokens are known: `encoded` starts with those known before. O(new pages)."""
         self.encoded = encoded
-        width, digest = self._width, self.digests[-1]
-        for offset in range(self.num_pages * width, len(encoded) - width + 1, width):
-            digest = hash((digest, bytes(encoded[offset : offset + width])))
-            self.digests.append(digest)
+        if len(encoded) // self._width > self.num_pages:
+            start = self.num_pages * self._page_size
+            self.digests += page_digests(self.digests[-1], encoded, start, self._page_size)[1:]
 
     def mark(self, position: int) -> Mark:
         """The prefix of `position` tokens, 0 < position <= known tokens."""
@@ -93,7 +95,8 @@ class PrefixHistory:
     """Pages by digest with the number of the line of conversation that computed them, at most max_pages of them.
 
     Two generations: what was used since the younger one began, and what only the one before it has. The younger one
-    is full with half of all, then the older one is forgotten. So a prompt seen a moment ago costs nothing again.
+    is full with half of all, then the older one is forgotten. All of a prompt is remembered at once, so the pages of it
+    that are young already are the first ones, and cost nothing.
     """
 
     def __init__(self, max_pages: int = 1 << 20) -> None:
@@ -106,15 +109,8 @@ class PrefixHistory:
 
     def num_known_pages(self, prefixes: PagePrefixes) -> int:
         """Pages from the start that were seen before. O(log pages): they are a prefix, but for what aged out."""
-        lower, upper = 0, prefixes.num_pages
-        digests, young, old = prefixes.digests, self._young, self._old
-        while lower < upper:
-            middle = (lower + upper + 1) // 2
-            if digests[middle] in young or digests[middle] in old:
-                lower = middle
-            else:
-                upper = middle - 1
-        return lower
+        num_young = _num_leading(self._young, prefixes.digests, 0, prefixes.num_pages)
+        return _num_leading(self._old, prefixes.digests, num_young, prefixes.num_pages)
 
     def line_of(self, digest: int) -> int | None:
         """The line that computed the page first, as far as is known."""
@@ -123,7 +119,8 @@ class PrefixHistory:
     def remember(self, prefixes: PagePrefixes, num_known: int, line: int) -> None:
         """`line` went through all these pages; those beyond the first num_known are its own."""
         young, old, digests = self._young, self._old, prefixes.digests
-        for digest in filterfalse(young.__contains__, digests[1 : num_known + 1]):
+        num_young = _num_leading(young, digests, 0, num_known)
+        for digest in digests[num_young + 1 : num_known + 1]:
             young[digest] = old.pop(digest, line)
         own = digests[num_known + 1 :]
         for digest in filter(old.__contains__, own):
@@ -131,6 +128,17 @@ class PrefixHistory:
         young.update(dict.fromkeys(own, line))
         if len(young) > self._max_young:
             self._young, self._old = {}, dict(islice(young.items(), len(young) - self._max_young, None))
+
+
+def _num_leading(known: dict[int, int], digests: Sequence[int], lower: int, upper: int) -> int:
+    """Pages from the start that are known, of at most `upper`, where the first `lower` are. O(log pages)."""
+    while lower < upper:
+        middle = (lower + upper + 1) // 2
+        if digests[middle] in known:
+            lower = middle
+        else:
+            upper = middle - 1
+    return lower
 
 
 class MarkIndex(Generic[Value]):

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnkeep.cache.conversation_leaves import KnownPath
-from turnkeep.cache.encoded_tokens import TOKEN_BYTES, TokenIds, encode_tokens
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES, TokenIds, encode_tokens, page_digests
 from turnkeep.cache.eviction_memory import EvictionMemory
 from turnkeep.cache.loss_reason import LossReason
 from turnkeep.cache.page_node import PageNode
@@ -39,6 +39,7 @@ class PrefixMatch:
     tail: PageNode | None = None
     known_pages: npt.NDArray[np.int32] | None = None  # the first pages of the path, where they are at hand
     known_digests: Sequence[int] = ()  # those of the path's prefixes by pages; ones behind it may follow
+    next_digests: Sequence[int] = ()  # of the path, and of all full pages of the prompt behind it
 
     @property
     def num_lost_tokens(self) -> int:
@@ -98,10 +99,16 @@ class PrefixSearch:
         limit = max(len(encoded) // TOKEN_BYTES - 1, 0)
         root = self._tree.roots.get(cache_root)
         if root is None:
-            num_evicted = self._memory.deepest(hash(cache_root), encoded, 0, limit)
-            num_skipped = self._skipped.deepest(hash(cache_root), encoded, 0, limit)
+            digests = page_digests(hash(cache_root), encoded, 0, self._tree.page_size)
+            num_evicted = self._memory.deepest(digests, encoded, 0, limit)
+            num_skipped = self._skipped.deepest(digests, encoded, 0, limit)
             return PrefixMatch(
-                cache_root, token_ids, encoded, num_evicted_tokens=num_evicted, num_skipped_tokens=num_skipped
+                cache_root,
+                token_ids,
+                encoded,
+                num_evicted_tokens=num_evicted,
+                num_skipped_tokens=num_skipped,
+                next_digests=digests,
             )
         node = self._tree.descend(root if known is None else known.node, encoded, limit)
         rest = bytes(encoded[node.end * TOKEN_BYTES : min(limit, node.end + self._tree.page_size) * TOKEN_BYTES])
@@ -113,8 +120,9 @@ class PrefixSearch:
             snapshot = self._tree.deepest_snapshot(node, encoded, limit)
             path, tail = (root, None) if snapshot is None else self._place(snapshot)
             num_tokens = 0 if snapshot is None else snapshot.num_tokens
-        num_evicted = self._memory.deepest(path.digest, encoded, path.end, limit)
-        num_skipped = self._skipped.deepest(path.digest, encoded, path.end, limit)
+        digests = page_digests(path.digest, encoded, path.end, self._tree.page_size)
+        num_evicted = self._memory.deepest(digests, encoded, path.end, limit)
+        num_skipped = self._skipped.deepest(digests, encoded, path.end, limit)
         return PrefixMatch(
             cache_root,
             token_ids,
@@ -128,6 +136,7 @@ class PrefixSearch:
             tail=tail,
             known_pages=None if known is None else known.page_ids,
             known_digests=() if known is None else known.digests,
+            next_digests=digests,
         )
 
     def refreshed(self, match: PrefixMatch, token_ids: TokenIds) -> PrefixMatch:
@@ -141,7 +150,7 @@ class PrefixSearch:
             matched = match.num_tokens * TOKEN_BYTES
             if len(encoded) < matched or encoded[:matched] != match.encoded[:matched]:
                 raise ValueError(f"these tokens do not start with the {match.num_tokens} tokens that were matched")
-            match = replace(match, token_ids=token_ids, encoded=encoded)
+            match = replace(match, token_ids=token_ids, encoded=encoded, next_digests=())
         if match.is_current:
             return match
         return self.find(match.cache_root, token_ids, encoded)

@@ -125,7 +125,7 @@ class PrefixTree:
             key = bytes(encoded[offset : offset + width])
             child = PageNode(node, key, page, node.end, hash((node.digest, key)))
             child.num_pins = 1
-            node.children, node.order, node.is_plain = {key: child}, [key], True
+            node.children, node.order, node.passable = {key: child}, [key], node.parent
             node = child
             offset += width
         self.num_nodes += len(pages)

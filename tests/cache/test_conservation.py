@@ -55,8 +55,8 @@ def damage_order(driver: CacheDriver, run: Run) -> None:
     driver.cache._tree.roots[""].order.append(b"")
 
 
-def damage_plainness(driver: CacheDriver, run: Run) -> None:
-    run.seq.path.is_plain = True
+def damage_passage(driver: CacheDriver, run: Run) -> None:
+    run.seq.path.passable = run.seq.path.parent
 
 
 def damage_count(driver: CacheDriver, run: Run) -> None:
@@ -76,7 +76,7 @@ def damage_policy(driver: CacheDriver, run: Run) -> None:
     ("damage", "message"),
     [
         (damage_page_reference, "references and"),
-        (damage_plainness, "wrong about what is below it"),
+        (damage_passage, "wrong about what is below it"),
         (damage_page_freed_early, "references and"),
         (damage_row_reference, "references and"),
         (damage_row_with_two_owners, "two owners"),
