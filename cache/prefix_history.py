@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Generic, TypeVar
 
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES, page_digests
@@ -92,7 +91,7 @@ def _digests_of(node: PageNode, known: Sequence[int], num_pages: int) -> list[in
 
 
 class PrefixHistory:
-    """Pages by digest with the number of the line of conversation that computed them, at most max_pages of them.
+    """Pages by digest with the number of the line of conversation that computed them, max_pages of them or a prompt's.
 
     Two generations: what was used since the younger one began, and what only the one before it has. The younger one
     is full with half of all, then the older one is forgotten. All of a prompt is remembered at once, so the pages of it
@@ -118,7 +117,10 @@ class PrefixHistory:
 
     def remember(self, prefixes: PagePrefixes, num_known: int, line: int) -> None:
         """`line` went through all these pages; those beyond the first num_known are its own."""
-        young, old, digests = self._young, self._old, prefixes.digests
+        digests = prefixes.digests
+        if len(self._young) + prefixes.num_pages > self._max_young:
+            self._young, self._old = {}, self._young
+        young, old = self._young, self._old
         num_young = _num_leading(young, digests, 0, num_known)
         for digest in digests[num_young + 1 : num_known + 1]:
             young[digest] = old.pop(digest, line)
@@ -126,8 +128,6 @@ class PrefixHistory:
         for digest in filter(old.__contains__, own):
             del old[digest]
         young.update(dict.fromkeys(own, line))
-        if len(young) > self._max_young:
-            self._young, self._old = {}, dict(islice(young.items(), len(young) - self._max_young, None))
 
 
 def _num_leading(known: dict[int, int], digests: Sequence[int], lower: int, upper: int) -> int:
