@@ -369,7 +369,7 @@ def run_chunk(first: int, count: int) -> Counter[str]:
         found["tokens"] += simulation.num_tokens
         found["suspensions"] += stats.num_suspensions
         found["verified nodes"] += sum(one.request.num_draft_nodes for one in simulation.submitted.values())
-        found["accepted nodes"] += sum(one.request.num_accepted_nodes for one in simulation.submitted.values())
+        found["accepted nodes"] += sum(sum(one.request.accepted_by_depth) for one in simulation.submitted.values())
         found["bypasses"] += stats.num_bypasses
         found["conversations"] += len(simulation.histories)
         for one in simulation.submitted.values():

@@ -214,21 +214,29 @@ class CacheManager:
         """The folds planned since the last call, to be carried out before anything else reads a row."""
         return self._replay.drain()
 
-    def history_room(self, seq: SequenceCache, num_tokens: int) -> tuple[int, int]:
+    def history_room(self, seq: SequenceCache, num_tokens: int, num_kept: int = 0) -> tuple[int, int]:
         """The history slot of `seq` and the tokens in it, after a fold where num_tokens more would not fit.
 
-        num_tokens: the longest path that the coming step may accept. Raises ValueError for one that never fits.
+        num_tokens: the longest path that the coming step may accept. num_kept: of the last tokens so many stay in the
+        history if there is room, so that `rewind` can go back there. Raises ValueError for a path that never fits.
         """
         slot, capacity = seq.history_slot, self._replay.capacity
         if not 0 < num_tokens <= capacity or slot is None:  # a closed sequence has no slot
             raise ValueError(f"a path of {num_tokens} tokens in a history of {capacity}")
         if seq.num_computed_tokens - seq.num_folded_tokens + num_tokens > capacity:
-            self._replay.fold(seq)
+            self._replay.fold(seq, min(num_kept, capacity - num_tokens))
         return slot, seq.num_computed_tokens - seq.num_folded_tokens
 
     def fold(self, seq: SequenceCache) -> None:
         """Bring the live row up to everything computed, for a step that goes on from the row alone."""
         self._replay.fold(seq)
+
+    def rewind(self, seq: SequenceCache, position: int) -> None:
+        """Only what was computed before `position` will be repeated: end there, or as near behind it as the live row
+        allows, which is never trimmed."""
+        self._require_open(seq)
+        if self.has_history:
+            self._replay.rewind(seq, position)
 
     def advance(self, seq: SequenceCache, num_tokens: int, *, in_history: bool = False) -> None:
         """The step ran: the keys, values and state of num_tokens more tokens are written.

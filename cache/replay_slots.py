@@ -44,16 +44,24 @@ class ReplaySlots:
             self._free.append(seq.history_slot)
             seq.history_slot = None
 
-    def fold(self, seq: SequenceCache) -> None:
-        """Bring the live row up to everything computed."""
-        if seq.num_history_tokens:
-            assert seq.state_row is not None
-            self._plan(seq, seq.num_history_tokens, seq.state_row)
-            seq.num_folded_tokens = seq.num_computed_tokens
+    def fold(self, seq: SequenceCache, num_kept: int = 0) -> None:
+        """Bring the live row up to everything computed but the last num_kept tokens."""
+        num_tokens = seq.num_history_tokens - num_kept
+        if num_tokens <= 0:
+            return
+        slot, row = seq.history_slot, seq.state_row
+        assert slot is not None
+        assert row is not None
+        planned = self._folds.get(row)
+        if planned is not None and planned.num_kept:  # its own, which was not carried out yet
+            num_tokens += planned.num_tokens
+        self._folds[row] = HistoryFold(slot, num_tokens, row, row, num_kept)
+        seq.num_folded_tokens = seq.num_computed_tokens - num_kept
 
-    def fold_into(self, seq: SequenceCache, position: int, row: int) -> None:
-        """The state of a position between the live row's and the end, in another row; the live one stays behind."""
-        self._plan(seq, position - seq.num_folded_tokens, row)
+    def rewind(self, seq: SequenceCache, position: int) -> None:
+        """Forget what was computed behind a position, as far as the live row does not contain it."""
+        if position < seq.num_computed_tokens:
+            seq.num_computed_tokens = max(position, seq.num_folded_tokens, seq.num_committed_tokens)
 
     def drain(self) -> tuple[HistoryFold, ...]:
         """The folds planned since the last call, to be carried out as one batch."""
@@ -72,8 +80,3 @@ class ReplaySlots:
         for seq in sequences:
             length = seq.num_history_tokens
             assert 0 <= length <= self.capacity, f"a history of {length} tokens in a slot of {self.capacity}"
-
-    def _plan(self, seq: SequenceCache, num_tokens: int, target: int) -> None:
-        assert seq.history_slot is not None
-        assert seq.state_row is not None
-        self._folds[target] = HistoryFold(seq.history_slot, num_tokens, seq.state_row, target)

@@ -37,8 +37,8 @@ class EngineHandle(Protocol):
         When the engine is dead, the events are one Finished(error).
         """
 
-    def stop(self, request_id: str) -> None:
-        """Finish the request now with reason "stop"."""
+    def stop(self, request_id: str, num_repeated_tokens: int | None = None) -> None:
+        """Finish the request now with reason "stop"; of its tokens the first so many will be repeated (None: all)."""
 
     def end_turn(self, request_id: str, stable_tokens: int, has_tool_call: bool | None = None) -> None:
         """After Finished: how many tokens of prompt + output the next prompt is expected to repeat, and whether a

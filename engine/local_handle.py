@@ -75,8 +75,8 @@ class LocalHandle:
         self._send(message)
         return events
 
-    def stop(self, request_id: str) -> None:
-        self._send_if_alive(Stop(request_id))
+    def stop(self, request_id: str, num_repeated_tokens: int | None = None) -> None:
+        self._send_if_alive(Stop(request_id, num_repeated_tokens))
 
     def end_turn(self, request_id: str, stable_tokens: int, has_tool_call: bool | None = None) -> None:
         self._send_if_alive(EndTurn(request_id, stable_tokens, has_tool_call))

@@ -90,7 +90,7 @@ class EngineLoop:
         elif isinstance(message, Abort):
             scheduler.abort(message.request_id)
         elif isinstance(message, Stop):
-            scheduler.stop(message.request_id)
+            scheduler.stop(message.request_id, message.num_repeated_tokens)
         elif isinstance(message, EndTurn):
             scheduler.end_turn(message.request_id, message.stable_tokens, message.has_tool_call)
         elif isinstance(message, Prepare):
@@ -147,6 +147,7 @@ class EngineLoop:
                     priority=message.priority,
                     tenant=message.tenant,
                     retention_s=message.retention_s,
+                    may_be_stopped=message.may_be_stopped,
                 )
             )
         except DuplicateRequestError as error:
@@ -197,7 +198,7 @@ def _message(event: scheduler_events.SchedulerEvent) -> FromEngine:
         num_output_tokens=event.num_output_tokens,
         num_suspensions=event.num_suspensions,
         num_draft_nodes=event.num_draft_nodes,
-        num_accepted_nodes=event.num_accepted_nodes,
+        accepted_by_depth=event.accepted_by_depth,
         queue_s=event.queue_s,
         message=event.message,
     )

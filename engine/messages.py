@@ -25,6 +25,7 @@ class Submit(msgspec.Struct, tag="submit", kw_only=True, omit_defaults=True):
     priority: int = 0
     tenant: str = ""  # waiting requests are admitted in fair shares between tenants
     retention_s: float = 0.0  # the client asks that what this leaves in the cache stays so long; 0: nothing asked
+    may_be_stopped: bool = False  # a Stop may come, some tokens after the one that it is meant for
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -34,9 +35,14 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Finish now with reason "stop" (a stop string was seen by the server)."""
+    """Finish now with reason "stop" (a stop string was seen by the server).
+
+    num_repeated_tokens: of its tokens the first so many will be repeated by the next prompt, None: all. Of a request
+    that `may_be_stopped` the turn end is then there, where the engine is not too far ahead.
+    """
 
     request_id: str
+    num_repeated_tokens: int | None = None
 
 
 class EndTurn(msgspec.Struct, tag="end_turn"):
@@ -146,10 +152,15 @@ class Finished(msgspec.Struct, tag="finished", kw_only=True, omit_defaults=True)
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_suspensions: int = 0
-    num_draft_nodes: int = 0  # drafted tokens that were verified, of which so many were right
-    num_accepted_nodes: int = 0
+    num_draft_nodes: int = 0  # drafted tokens that were verified, of which so many were right by levels of their tree
+    accepted_by_depth: tuple[int, ...] = ()
     queue_s: float = 0.0
     message: str | None = None
+
+    @property
+    def num_accepted_nodes(self) -> int:
+        """Drafted tokens that were right."""
+        return sum(self.accepted_by_depth)
 
 
 class Stats(msgspec.Struct, tag="stats", kw_only=True, omit_defaults=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnkeep.cache.loss_reason import LossReason
-from turnkeep.scheduler.request import FinishReason
+from turnkeep.scheduler.request import FinishReason, Request
 from turnkeep.scheduler.step_plan import SampledToken
 
 
@@ -40,8 +40,24 @@ class Finished:
     num_suspensions: int
     queue_s: float
     message: str | None = None
-    num_draft_nodes: int = 0  # verified, of which so many were right
-    num_accepted_nodes: int = 0
+    num_draft_nodes: int = 0  # verified, of which so many were right by levels below the root
+    accepted_by_depth: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, request: Request, reason: FinishReason, message: str | None, now_s: float) -> Finished:
+        """The end of a request at `now_s`."""
+        return cls(
+            request_id=request.request_id,
+            reason=reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_output_tokens=request.num_output_tokens,
+            num_suspensions=request.num_suspensions,
+            num_draft_nodes=request.num_draft_nodes,
+            accepted_by_depth=tuple(request.accepted_by_depth),
+            queue_s=(now_s if request.admitted_s is None else request.admitted_s) - request.arrival_s,
+            message=message,
+        )
 
 
 SchedulerEvent = Admitted | TokenOut | Finished

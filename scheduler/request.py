@@ -69,6 +69,7 @@ class Request:
     priority: int = 0  # lower goes first
     tenant: str = ""  # who shares fairly with whom
     retention_s: float = 0.0  # for how long the client asks that what this leaves in the cache stays
+    may_be_stopped: bool = False  # by who reads its tokens, a few tokens late
     fair_start: float = 0.0  # given by the scheduler: its place among the tenants' waiting requests
     arrival_s: float = 0.0
     arrival_number: int = 0  # given by the scheduler; orders requests of equal priority
@@ -76,7 +77,7 @@ class Request:
     cache: SequenceCache | None = None
     draft: DraftTree | None = None  # what may follow its last token, for the next step
     num_draft_nodes: int = 0  # verified so far
-    num_accepted_nodes: int = 0
+    accepted_by_depth: list[int] = field(default_factory=list)  # of them were right, by levels below the root
     is_just_opened: bool = False  # no step has computed anything of it since its cache was opened
     num_cached_tokens: int = 0  # reused at first admission
     num_matched_tokens: int = 0  # what the attention pages alone matched at first admission
@@ -110,6 +111,14 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def count_draft(self, num_nodes: int, num_accepted: int) -> None:
+        """A draft was verified; num_accepted nodes of it, one a level, were right."""
+        self.num_draft_nodes += num_nodes
+        by_depth = self.accepted_by_depth
+        by_depth += [0] * (num_accepted - len(by_depth))
+        for level in range(num_accepted):
+            by_depth[level] += 1
 
     def until_end(self, tokens: Sequence[SampledToken]) -> tuple[Sequence[SampledToken], FinishReason | None]:
         """Of newly sampled tokens those up to and with the one that ends it, and how; all and None when none does."""

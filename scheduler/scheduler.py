@@ -112,11 +112,17 @@ class Scheduler:
             self._leave(request, commit=True)
             self._end(request, "abort")
 
-    def stop(self, request_id: str) -> None:
-        """Finish a request now with reason "stop". Unknown ids are ignored."""
+    def stop(self, request_id: str, num_repeated_tokens: int | None = None) -> None:
+        """Finish a request now with reason "stop". Unknown ids are ignored.
+
+        num_repeated_tokens: only so many of its tokens will be repeated; the turn ends there if the cache still can.
+        """
         request = self._requests.get(request_id)
-        if request is not None:
-            self._finish(request, "stop")
+        if request is None:
+            return
+        if request.cache is not None and num_repeated_tokens is not None:
+            self._cache.rewind(request.cache, request.num_prompt_tokens + num_repeated_tokens)
+        self._finish(request, "stop")
 
     def end_turn(self, request_id: str, stable_tokens: int, has_tool_call: bool | None = None) -> None:
         """Keep the finished request's turn-end snapshot if it is at or before `stable_tokens`, else drop it.
@@ -206,8 +212,7 @@ class Scheduler:
             stats.num_computed_tokens += num_tokens
             self._cache.advance(request.cache, num_tokens, in_history=is_replayed and item.replay is not None)
             if item.draft is not None:
-                request.num_draft_nodes += item.draft.num_nodes
-                request.num_accepted_nodes += len(output.accepted.get(item.request_id, ()))
+                request.count_draft(item.draft.num_nodes, len(output.accepted.get(item.request_id, ())))
             request.draft = output.drafts.get(item.request_id)
             request.is_just_opened = False
             if item.start < request.num_prompt_tokens or len(item.token_ids) > 1:
@@ -383,18 +388,4 @@ class Scheduler:
         self._may_admit = True
         counts = self._stats.num_finished
         counts[reason] = counts.get(reason, 0) + 1
-        admitted_s = request.admitted_s
-        self._events.append(
-            Finished(
-                request_id=request.request_id,
-                reason=reason,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_cached_tokens=request.num_cached_tokens,
-                num_output_tokens=request.num_output_tokens,
-                num_suspensions=request.num_suspensions,
-                num_draft_nodes=request.num_draft_nodes,
-                num_accepted_nodes=request.num_accepted_nodes,
-                queue_s=(self._clock() if admitted_s is None else admitted_s) - request.arrival_s,
-                message=message,
-            )
-        )
+        self._events.append(Finished.of(request, reason, message, self._clock()))

@@ -12,6 +12,7 @@ from typing import cast
 from turnkeep.engine.messages import TokenLogprobs
 from turnkeep.server.chat_answers import CollectedChoice
 from turnkeep.server.parsers import AnswerParser, Delta, PlainParser, StopStrings
+from turnkeep.server.stable_position import UNSURE_TOKENS
 from turnkeep.server.text_model import Prompt, TextModel
 from turnkeep.server.tokenizer import Detokenizer
 from turnkeep.server.turn_events import EndReason, TokenLogprob, ToolCallDelta, TurnDelta
@@ -44,11 +45,17 @@ class AnswerText:
             )
         self._has_too_many_calls = False
         self._num_calls = 0
+        self._num_shown_tokens = 0  # as of the last text that did not end the answer
 
     @property
     def is_stopped(self) -> bool:
         """The answer is complete although the engine does not know it yet: it must be told to stop."""
         return self._stop_strings.stopped or self._has_too_many_calls
+
+    @property
+    def num_repeated_tokens(self) -> int:
+        """How many of the tokens come, for certain, before what stopped the answer: a next prompt has them, too."""
+        return max(self._num_shown_tokens - UNSURE_TOKENS, 0)
 
     @property
     def stop_string(self) -> str | None:
@@ -72,6 +79,7 @@ class AnswerText:
                 self.num_reasoning_tokens += 1
             delta = self._merge(deltas, parsed)
             delta.token_ids.append(token_id)
+            self._count_shown(parsed)
             if logprobs is not None and not is_end:
                 delta.logprobs.append(self._token_logprob(token_id, logprobs[position]))
         return self._collect(deltas)
@@ -92,7 +100,9 @@ class AnswerText:
             self.num_reasoning_tokens += any(one.kind == "reasoning" for one in parsed)
             deltas: list[TurnDelta] = []
             self._merge(deltas, parsed).token_ids.append(token_id)
+            self._count_shown(parsed)
             return self._collect(deltas)
+        self._count_shown(parsed)
         self.collected.add(delta)
         return [delta]
 
@@ -124,6 +134,10 @@ class AnswerText:
             if one.kind != "content":
                 shown.append(one)
         return shown
+
+    def _count_shown(self, parsed: list[Delta]) -> None:
+        if parsed and not self.is_stopped:
+            self._num_shown_tokens = self.num_output_tokens
 
     @property
     def end_reason(self) -> EndReason:

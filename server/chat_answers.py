@@ -44,16 +44,23 @@ class AnswerFrame:
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
-    """Where tokens were computed again, lost_tokens (ours) says how many and why."""
+    """Where tokens were computed again, lost_tokens (ours) says how many and why. Where some were drafted, predictions
+    are drafts, and accepted_by_depth (ours) says how many were right of those one token ahead, two, and so on."""
     details: dict[str, Any] = {"cached_tokens": usage.num_cached_tokens}
     if usage.lost_tokens:
         details["lost_tokens"] = dict(usage.lost_tokens)
+    output: dict[str, Any] = {"reasoning_tokens": usage.num_reasoning_tokens}
+    if usage.num_drafted_tokens:
+        num_accepted = sum(usage.accepted_by_depth)
+        output["accepted_prediction_tokens"] = num_accepted
+        output["rejected_prediction_tokens"] = usage.num_drafted_tokens - num_accepted
+        output["accepted_by_depth"] = list(usage.accepted_by_depth)
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": details,
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "completion_tokens_details": output,
     }
 
 

@@ -317,6 +317,7 @@ class ChatService:
             cache_root=root,
             priority=request.priority,
             retention_s=request.retention_s,
+            may_be_stopped=bool(request.stop_strings) or not request.parallel_tool_calls,
         )
 
     def _vocab_size(self) -> int:

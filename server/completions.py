@@ -189,6 +189,7 @@ class CompletionEvents:
             self.usage.num_prompt_tokens += ended.num_prompt_tokens
             self.usage.num_cached_tokens += ended.num_cached_tokens
         self.usage.num_output_tokens += ended.num_output_tokens
+        self.usage.add_drafts(ended)
 
     def _chunk(
         self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, token_ids: list[int]

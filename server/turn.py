@@ -65,6 +65,8 @@ class Choice:
             self.text.stop_string,
             self.num_declared_tokens,
             self.lost_tokens,
+            self.finished.num_draft_nodes,
+            self.finished.accepted_by_depth,
         )
 
 
@@ -216,7 +218,7 @@ class Turn:
         deltas = choice.text.push(tokens.token_ids, tokens.logprobs)
         if choice.text.is_stopped and not choice.is_stop_sent:
             choice.is_stop_sent = True
-            self.engine.stop(choice.request_id)
+            self.engine.stop(choice.request_id, choice.text.num_repeated_tokens)
         return deltas
 
     async def _receive(self, choice: Choice, event: Admitted | Finished) -> list[TurnEvent]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal
 
 EndReason = Literal["stop", "length", "tool_calls"]
@@ -75,6 +76,8 @@ class ChoiceEnded:
     stop_string: str | None = None  # the one that ended it, where one did
     num_declared_tokens: int = 0  # of the prompt, up to the last place that the client has marked for caching
     lost_tokens: Mapping[str, int] = field(default_factory=dict)  # by reason: computed before and computed again
+    num_drafted_tokens: int = 0  # verified, of which so many were right by how far ahead they were
+    accepted_by_depth: tuple[int, ...] = ()
 
 
 def num_written_tokens(num_cached_tokens: int, num_declared_tokens: int) -> int:
@@ -94,6 +97,8 @@ class Usage:
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0
     lost_tokens: Mapping[str, int] = field(default_factory=dict)
+    num_drafted_tokens: int = 0
+    accepted_by_depth: tuple[int, ...] = ()
 
     def add(self, ended: ChoiceEnded) -> None:
         # The choices share one prompt: it is counted once, with what the first choice could reuse.
@@ -103,3 +108,9 @@ class Usage:
             self.lost_tokens = ended.lost_tokens
         self.num_output_tokens += ended.num_output_tokens
         self.num_reasoning_tokens += ended.num_reasoning_tokens
+        self.add_drafts(ended)
+
+    def add_drafts(self, ended: ChoiceEnded) -> None:
+        self.num_drafted_tokens += ended.num_drafted_tokens
+        both = zip_longest(self.accepted_by_depth, ended.accepted_by_depth, fillvalue=0)
+        self.accepted_by_depth = tuple(left + right for left, right in both)

@@ -12,7 +12,7 @@ from scripted_drafter import ScriptedDrafter
 
 from turnkeep.engine.config import EngineConfig
 from turnkeep.engine.factory import build_engine
-from turnkeep.engine.messages import Abort, EndTurn, FromEngine, Submit, Tokens
+from turnkeep.engine.messages import Abort, EndTurn, FromEngine, Stop, Submit, Tokens
 from turnkeep.models.tiny import TinyKind
 from turnkeep.scheduler.speculation_config import SpeculationConfig
 
@@ -151,6 +151,35 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_turn_there(kind: TinyKind
         assert bench.finished("next").num_cached_tokens == len(again) - 2
 
 
+@pytest.mark.parametrize("right", [0.5, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_that_comes_late_ends_the_turn_where_it_is_repeated(kind: TinyKind, right: float) -> None:
+    """At every place of an answer longer than a history: what was accepted behind it never becomes a part of a row."""
+    prompt, num_new = prompts(1)[0], 90
+    whole = submit("a", prompt, num_new)
+    (output,) = run_together(make_loop(kind, prefix_caching=False), [whole])
+    for repeated in range(8, num_new - 20, 7):
+        known = {"a": [*prompt, *output], "next": []}
+        bench = make_drafting_loop(kind, ScriptedDrafter(known, VOCAB_SIZE, right=right, seed=repeated), LIMITS)
+        boundaries = [(len(prompt), "turn_start")]
+        first = submit("a", prompt, num_new, boundaries=boundaries, conversation_id="c", may_be_stopped=True)  # type: ignore[arg-type]
+        bench.loop.receive(first)
+        while len(bench.tokens("a")) < repeated + 2:
+            bench.loop.step()
+        num_ahead = len(bench.tokens("a")) - repeated
+        bench.loop.receive(Stop("a", repeated))
+        bench.loop.receive(EndTurn("a", len(prompt) + repeated))
+        assert bench.finished("a").reason == "stop"
+        again = [*prompt, *output[:repeated], 7]
+        known["next"] = [*again, *run_together(make_loop(kind), [submit("next", again, 12)])[0]]
+        bench.loop.receive(submit("next", again, 12, conversation_id="c"))
+        bench.run()
+        assert bench.tokens("next") == known["next"][len(again) :]
+        assert num_ahead <= 16
+        assert bench.finished("next").num_cached_tokens == len(prompt) + repeated
+        bench.loop._scheduler._cache.check()
+
+
 def test_an_aborted_request_leaves_nothing_behind() -> None:
     drafter = ScriptedDrafter(truth("hybrid", 4), VOCAB_SIZE, right=0.8)
     bench = make_drafting_loop("hybrid", drafter, LIMITS)
@@ -166,6 +195,12 @@ def test_an_aborted_request_leaves_nothing_behind() -> None:
     cache.check()
     for index in (1, 2):
         assert bench.tokens(f"r{index}") == plain("hybrid", 4, False)[index]
+    # Its conversation goes on where its turn began.
+    again = [*messages[0].prompt_ids, *plain("hybrid", 4, False)[0][:2], 7]
+    bench.loop.receive(submit("again", again, 1, conversation_id="c0"))
+    bench.run()
+    assert bench.tokens("again") == run_together(make_loop("hybrid"), [submit("again", again, 1)])[0]
+    assert bench.finished("again").num_cached_tokens == len(messages[0].prompt_ids) - 2
 
 
 def test_logprobs_of_drafted_tokens_are_those_without_drafts() -> None:

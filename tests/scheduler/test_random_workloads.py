@@ -44,6 +44,7 @@ class Workload:
             conversation_id=conversation if chance.random() < 0.8 else None,
             priority=chance.choice([0, 0, 0, 1]),
             cache_root=chance.choice(["", "", "tenant"]),
+            may_be_stopped=chance.random() < 0.5,
         )
         self.prompts[request_id] = (prompt, max_new_tokens)
         self.turn_requests[request_id] = index
@@ -142,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def stop(self) -> None:
         name = self.workload.pick()
         if name is not None:
-            self.workload.bench.scheduler.stop(name)
+            self.workload.bench.scheduler.stop(name, self.workload.random.choice([None, 0, 2, 6]))
 
     @rule(index=st.integers(0, 9), root=st.sampled_from(["", "tenant"]))
     def close_conversation(self, index: int, root: str) -> None:

@@ -11,6 +11,7 @@ from live_server import END_TOKEN_ID, make_text_model
 
 from turnkeep.scheduler.request import SamplingParams
 from turnkeep.server.answer_text import AnswerText
+from turnkeep.server.stable_position import UNSURE_TOKENS
 from turnkeep.server.turn_events import TurnDelta
 from turnkeep.server.turn_request import TurnRequest
 
@@ -140,3 +141,14 @@ def test_a_stop_string_inside_a_tag_leaves_no_half_of_it(stop: str) -> None:
     answer = play([*TEXT_MODEL.tokenizer.encode(text), END_TOKEN_ID], [], stop_strings=(stop,), tool_names={"look"})
     assert answer.collected.message()["content"] == "one"
     assert answer.end_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("sizes", [[], [1] * 40, [7, 5, 2]])
+def test_tokens_before_a_stop_string_are_told_from_those_that_it_is_made_of(sizes: list[int]) -> None:
+    words = [f" w{number}" for number in range(12)]
+    before = [token for word in words for token in TEXT_MODEL.tokenizer.encode(word)]
+    token_ids = [*before, *TEXT_MODEL.tokenizer.encode(" STOP and more")]
+    answer = play(token_ids, sizes, stop_strings=("STOP",))
+    assert answer.stop_string == "STOP"
+    assert len(before) - UNSURE_TOKENS - 1 <= answer.num_repeated_tokens <= len(before) - UNSURE_TOKENS + 1
+    assert play(token_ids[:3], [], stop_strings=("STOP",)).num_repeated_tokens == 0

@@ -51,8 +51,11 @@ class DraftingProbe(ContentProbe):
             for token in self.slots[fold.slot][: fold.num_tokens]:
                 state = extend_hash(state, token)
             found.append(state)
-        for target, state in zip(targets, found, strict=True):
-            self.rows[target] = state
+        for fold, state in zip(plan.folds, found, strict=True):
+            self.rows[fold.target] = state
+            if fold.num_kept:
+                del self.slots[fold.slot][: fold.num_tokens]
+                assert len(self.slots[fold.slot]) >= fold.num_kept
         self.num_folds += len(found)
 
     def _compute(self, item: StepItem) -> int:

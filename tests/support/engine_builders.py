@@ -156,6 +156,7 @@ def submit(
     *,
     boundaries: Sequence[tuple[int, BoundaryKind]] = (),
     conversation_id: str | None = None,
+    may_be_stopped: bool = False,
     **sampling: object,
 ) -> Submit:
     return Submit(
@@ -164,4 +165,5 @@ def submit(
         sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling),  # type: ignore[arg-type]
         boundaries=tuple(Boundary(position, kind) for position, kind in boundaries),
         conversation_id=conversation_id,
+        may_be_stopped=may_be_stopped,
     )

@@ -152,6 +152,7 @@ def make_request(
     priority: int = 0,
     cache_root: str = "",
     salt: int = 0,
+    may_be_stopped: bool = False,
     **sampling: object,
 ) -> Request:
     """`prompt`: token ids, or a number of them (different ones for each `salt`)."""
@@ -165,4 +166,5 @@ def make_request(
         conversation_id=conversation_id,
         cache_root=cache_root,
         priority=priority,
+        may_be_stopped=may_be_stopped,
     )
