@@ -4,9 +4,9 @@ so that the answer is repeated."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from served_conversation import Server, common_prefix
 
 SYSTEM = {"role": "system", "content": "You are the agent of an order desk."}
@@ -26,33 +26,52 @@ ENDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_the_turn_after_an_end_inside_an_accepted_path_computes_its_new_tokens(demo_server: Server, end: str) -> None:
-    options, reason = ENDS[end]
+@dataclass
+class Ended:
+    """A turn that ended, and what the one after it had to compute."""
+
+    reason: str
+    num_accepted_tokens: int
+    num_repeated_tokens: int  # of the answer
+    num_computed_again: int
+
+
+def two_turns(server: Server, conversation_id: str, options: dict[str, Any]) -> Ended:
     messages = [SYSTEM, {"role": "user", "content": "Hello! What can you do?"}]
+    body = {
+        "model": "demo",
+        "temperature": 0,
+        "return_token_ids": True,
+        "conversation_id": conversation_id,
+        "chat_template_kwargs": {"keep_thinking": True},
+        **options,
+    }
+    status, first = server.post("/v1/chat/completions", body | {"messages": messages})
+    assert status == 200, first
+    (choice,) = first["choices"]
+    follow = [*messages, choice["message"], {"role": "user", "content": "Mara lives in Oslo."}]
+    status, second = server.post("/v1/chat/completions", body | {"messages": follow, "max_tokens": 1})
+    assert status == 200, second
+    known = [*first["prompt_token_ids"], *choice["token_ids"]][:-1]  # the last was never fed to the model
+    common = common_prefix(second["prompt_token_ids"], known)
+    details = first["usage"]["completion_tokens_details"]
+    num_accepted = details.get("accepted_prediction_tokens", 0)
+    assert sum(details.get("accepted_by_depth", ())) == num_accepted
+    return Ended(
+        choice["finish_reason"],
+        num_accepted,
+        common - len(first["prompt_token_ids"]),
+        common - second["usage"]["prompt_tokens_details"]["cached_tokens"],
+    )
+
+
+def test_the_turn_after_an_end_inside_an_accepted_path_computes_its_new_tokens(demo_server: Server) -> None:
     num_accepted = 0
-    for attempt in range(4):
-        body = {
-            "model": "demo",
-            "temperature": 0,
-            "return_token_ids": True,
-            "conversation_id": f"{end} {attempt}",
-            "chat_template_kwargs": {"keep_thinking": True},
-            **options,
-        }
-        status, first = demo_server.post("/v1/chat/completions", body | {"messages": messages})
-        assert status == 200, first
-        (choice,) = first["choices"]
-        assert choice["finish_reason"] == reason
-        follow = [*messages, choice["message"], {"role": "user", "content": "Mara lives in Oslo."}]
-        status, second = demo_server.post("/v1/chat/completions", body | {"messages": follow, "max_tokens": 1})
-        assert status == 200, second
-        known = [*first["prompt_token_ids"], *choice["token_ids"]][:-1]  # the last was never fed to the model
-        common = common_prefix(second["prompt_token_ids"], known)
-        assert common > len(first["prompt_token_ids"]) + SLACK_TOKENS  # the answer is repeated
-        num_cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert common - num_cached <= SLACK_TOKENS
-        details = first["usage"]["completion_tokens_details"]
-        num_accepted += details.get("accepted_prediction_tokens", 0)
-        assert sum(details.get("accepted_by_depth", ())) == details.get("accepted_prediction_tokens", 0)
+    for end, (options, reason) in ENDS.items():
+        for attempt in range(3):
+            ended = two_turns(demo_server, f"{end} {attempt}", options)
+            assert ended.reason == reason, end
+            assert ended.num_repeated_tokens > SLACK_TOKENS, end
+            assert ended.num_computed_again <= SLACK_TOKENS, end
+            num_accepted += ended.num_accepted_tokens
     assert num_accepted > 0

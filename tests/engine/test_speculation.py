@@ -166,6 +166,8 @@ def test_a_stop_that_comes_late_ends_the_turn_where_it_is_repeated(kind: TinyKin
         bench.loop.receive(first)
         while len(bench.tokens("a")) < repeated + 2:
             bench.loop.step()
+            assert bench.loop.has_work
+        bench.loop.step()  # while the stop is on its way
         num_ahead = len(bench.tokens("a")) - repeated
         bench.loop.receive(Stop("a", repeated))
         bench.loop.receive(EndTurn("a", len(prompt) + repeated))
@@ -175,7 +177,7 @@ def test_a_stop_that_comes_late_ends_the_turn_where_it_is_repeated(kind: TinyKin
         bench.loop.receive(submit("next", again, 12, conversation_id="c"))
         bench.run()
         assert bench.tokens("next") == known["next"][len(again) :]
-        assert num_ahead <= 16
+        assert 2 < num_ahead <= 17
         assert bench.finished("next").num_cached_tokens == len(prompt) + repeated
         bench.loop._scheduler._cache.check()
 
