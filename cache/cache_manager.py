@@ -234,9 +234,7 @@ class CacheManager:
     def rewind(self, seq: SequenceCache, position: int) -> None:
         """Only what was computed before `position` will be repeated: end there, or as near behind it as the live row
         allows, which is never trimmed."""
-        self._require_open(seq)
-        if self.has_history:
-            self._replay.rewind(seq, position)
+        self._replay.rewind(seq, position)
 
     def advance(self, seq: SequenceCache, num_tokens: int, *, in_history: bool = False) -> None:
         """The step ran: the keys, values and state of num_tokens more tokens are written.
