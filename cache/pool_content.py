@@ -20,7 +20,7 @@ from turnkeep.kernels.forward_batch import CacheTensors
 class TensorPoolContent:
     """PoolContent of these tensors. A page's bytes: layer by layer its keys, then its values; a row's: part by part.
 
-    settle: carries out the folds that are planned for rows, called before a row is read or written.
+    settle: carries out what was put off for rows and pages, called before any is read or written.
     """
 
     def __init__(self, tensors: CacheTensors, settle: Callable[[], None] = lambda: None) -> None:
@@ -45,6 +45,7 @@ class TensorPoolContent:
 
     @torch.inference_mode()
     def read_pages(self, pages: Sequence[int]) -> Bytes:
+        self._settle()
         content = np.empty((len(pages), self.page_bytes), dtype=np.uint8)
         at = 0
         for half in self._halves:
@@ -56,6 +57,7 @@ class TensorPoolContent:
 
     @torch.inference_mode()
     def write_pages(self, pages: Sequence[int], content: Bytes) -> None:
+        self._settle()
         source = content.reshape(len(pages), self.page_bytes)
         at = 0
         for half in self._halves:

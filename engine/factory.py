@@ -182,8 +182,8 @@ def assemble(
     drafter = make_drafter(storage.tensors) if make_drafter is not None else None
     threads = decode_threads(model, config.num_threads)
     runner = ModelRunner(model, storage, config.page_size, matchers, threads, drafter)
-    # A row's planned fold comes before anything else that reads or writes it.
-    content = TensorPoolContent(storage.tensors, settle=lambda: runner.fold(cache.drain_folds()))
+    # What was put off comes before anything else that reads or writes the same rows and pages.
+    content = TensorPoolContent(storage.tensors, settle=lambda: runner.settle(cache.drain_folds()))
     tiers = build_tiers(spec, config.cache, content, fingerprint, sizes.num_bytes)
     cost = PrefillCost()
     cache = CacheManager(

@@ -80,11 +80,19 @@ class ModelRunner:
         """Carry out folds that were planned, outside of a step."""
         self._replay.fold(folds)
 
+    def settle(self, folds: Sequence[HistoryFold]) -> None:
+        """Outside of a step, before pages or rows are read or written: everything that was put off."""
+        self.fold(folds)
+        if self._drafter is not None:
+            self._drafter.settle()
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Raises whatever the model raises; the step has failed then, and no item has been computed."""
         started_s = time.perf_counter()
         items = plan.items
+        if self._drafter is not None:
+            self._drafter.settle(() if plan.page_copies else items)
         self._replay.fold(plan.folds)
         self._storage.apply_copies(plan.page_copies, plan.row_copies)
         self._replay.begin(items)
@@ -126,17 +134,23 @@ class ModelRunner:
     ) -> dict[str, DraftTree]:
         """Write what was accepted, tell the drafter what was computed, and take its proposals."""
         assert self._drafter is not None
-        items = plan.items
-        previous: Sequence[torch.Tensor | None] = [None] * len(items)
-        hidden: Sequence[torch.Tensor | None] = previous
-        if self._hidden_states is not None and normed is not None:
-            previous = self._hidden_states.previous(items)
-            hidden = self._hidden_states.of_items(items, batch, normed, accepted)
-            self._hidden_states.store(items, batch, normed)
+        items, states = plan.items, self._hidden_states
+        asked: Sequence[StepItem] = items
+        of_step: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        if states is not None and normed is not None:
+            if plan.tree_grant is None and not chosen.errors:
+                first = batch.num_decodes
+                asked = (*self._drafter.put_off(items[:first], normed), *items[first:])
+            if asked:
+                pairs = zip(states.of_items(items, batch, normed, accepted), states.previous(items), strict=True)
+                of_step = dict(zip((item.request_id for item in items), pairs, strict=True))
+            states.store(items, batch, normed)
         self._replay.accept(items, batch, accepted)
+        if not asked:
+            return {}
         requests = [
-            _draft_request(item, chosen, accepted, own, before)
-            for item, own, before in zip(items, hidden, previous, strict=True)
+            _draft_request(item, chosen, accepted, *of_step.get(item.request_id, (None, None)))
+            for item in asked
             if item.request_id not in chosen.errors
         ]
         trees = self._drafter.propose(requests, plan.tree_grant or NOTHING_TO_DRAFT)

@@ -17,6 +17,7 @@ import torch
 
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.request import SamplingParams
+from turnkeep.scheduler.step_plan import StepItem
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,5 +45,15 @@ class Drafter(Protocol):
     def propose(self, requests: Sequence[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:
         """Take over what was computed, then one tree for each request within the grant, or None for none.
 
-        Called after every step, with every request of it; a grant of no nodes asks for taking over alone.
+        Called after every step, with every request of it that was not put off; a grant of no nodes asks for taking
+        over alone.
         """
+
+    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
+        """Where nothing is to be proposed: take over later what a step computed of decodes, the hidden states after
+        their one token each being normed [len(items), hidden_size]. Returns those for which `propose` has to be asked.
+        """
+
+    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
+        """Carry out what was put off: called before anything but a forward pass reads or writes pages, and before
+        every step with its items, for which it may wait."""

@@ -1,6 +1,8 @@
-"""Drafts of a draft head: after every step it takes over what the target computed, and grows the next trees.
+"""Drafts of a draft head: it takes over what the target computed, and grows the next trees.
 
-Owns neither weights nor pages: the head's entries lie in the engine's, as `drafter.py` says.
+Owns neither weights nor pages: the head's entries lie in the engine's, as `drafter.py` says. Where nothing is drafted
+the entries of single tokens are put off, and made in runs: a page has them as soon as it is full, and `settle` makes
+them before anything else looks at pages.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from turnkeep.models.draft_heads.growing_entries import GrowingEntries
 from turnkeep.models.draft_heads.paged_entries import FIRST_ENTRY, PagedEntries
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.request import SamplingParams
+from turnkeep.scheduler.step_plan import StepItem
 
 # Computed tokens are taken over in the first pass of a growth, where all requests are padded to the longest of them;
-# longer runs (prompts) have a pass of their own before.
+# longer runs (prompts) have a pass of their own before. No more than these are ever put off.
 MAX_PENDING = 16
 
 Int64Array = npt.NDArray[np.int64]
@@ -33,16 +36,45 @@ Int64Array = npt.NDArray[np.int64]
 @dataclass(slots=True)
 class _Pending:
     """Tokens whose entries are not in the pages yet: [start, start + len(token_ids)), with the hidden state before
-    each [len(token_ids), hidden_size]; then, where a tree grows, the root."""
+    each, in pieces [n, hidden_size]; then, where a tree grows, the root."""
 
     token_ids: list[int]
     start: int
-    hidden: torch.Tensor
+    hidden: list[torch.Tensor]
     page_ids: npt.NDArray[np.int32]
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class _Late:
+    """Single tokens of one request that were put off, none at first, and the hidden state [1, hidden_size] after the
+    last of them."""
+
+    pending: _Pending
+    after: torch.Tensor
+
+    def add(self, item: StepItem, after: torch.Tensor) -> None:
+        pending = self.pending
+        pending.token_ids += item.token_ids
+        pending.hidden.append(self.after)
+        pending.page_ids = item.page_ids
+        self.after = after
+
+    def may_wait(self, page_size: int) -> bool:
+        """They are few, and none of their pages is full: a full page may be shared."""
+        pending = self.pending
+        return len(pending.token_ids) < MAX_PENDING and pending.start // page_size == pending.end // page_size
+
+    def goes_on_in(self, item: StepItem | None, page_size: int) -> bool:
+        """Whether a step computes what follows, in the same page."""
+        pending = self.pending
+        if item is None or item.start != pending.end:
+            return False
+        page = (item.start - 1) // page_size
+        return bool(item.page_ids[page] == pending.page_ids[page])
 
 
 class HeadDrafter:
@@ -65,6 +97,39 @@ class HeadDrafter:
         self._head = head
         self._kv = kv
         self._page_size = page_size
+        self._late: dict[str, _Late] = {}
+
+    @torch.inference_mode()
+    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
+        """See `Drafter.settle`."""
+        if not self._late:
+            return
+        items = {item.request_id: item for item in going_on}
+        ended = [
+            request_id
+            for request_id, late in self._late.items()
+            if not late.goes_on_in(items.get(request_id), self._page_size)
+        ]
+        if ended:
+            self._take_over([self._late.pop(request_id).pending for request_id in ended])
+
+    @torch.inference_mode()
+    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
+        """See `Drafter.put_off`. Pages that are full now get what was put off of them."""
+        others: list[StepItem] = []
+        full: list[_Pending] = []
+        for row, item in enumerate(items):
+            late = self._late.get(item.request_id)
+            if late is None:
+                others.append(item)
+                continue
+            late.add(item, normed[row : row + 1])
+            if not late.may_wait(self._page_size):
+                pending = late.pending
+                full.append(pending)
+                late.pending = _Pending([], pending.end, [], pending.page_ids)
+        self._take_over(full)
+        return others
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:
@@ -74,15 +139,19 @@ class HeadDrafter:
         growing: list[int] = []
         pending: list[_Pending] = []
         for index, request in enumerate(requests):
-            own = _pending(request)
+            own = self._pending(request)
             grows = may_grow and request.next_token is not None
             if not grows or len(own.token_ids) > MAX_PENDING:
                 staying.append(own)
-                own = _Pending([], own.end, own.hidden[:0], own.page_ids)
+                own = _Pending([], own.end, [], own.page_ids)
             if grows:
                 growing.append(index)
                 pending.append(own)
-        self._take_over([own for own in staying if own.token_ids])
+            elif request.next_token is not None:
+                # What follows may be put off.
+                assert request.hidden is not None
+                self._late[request.request_id] = _Late(own, request.hidden[-1:].clone())
+        self._take_over(staying)
         trees: list[DraftTree | None] = [None] * len(requests)
         if growing:
             if self._num_threads is not None and self._num_threads != torch.get_num_threads():
@@ -92,8 +161,27 @@ class HeadDrafter:
                 trees[index] = tree
         return trees
 
+    def _pending(self, request: DraftRequest) -> _Pending:
+        """What a step computed of a request, as pairs, behind what was put off; the first token of a sequence has
+        none."""
+        hidden, previous = request.hidden, request.previous_hidden
+        if hidden is None:
+            raise ValueError(f"request {request.request_id}: a draft head needs the hidden states of the step")
+        if request.start < FIRST_ENTRY:
+            return _Pending(list(request.token_ids[1:]), FIRST_ENTRY, [hidden[:-1]], request.page_ids)
+        if previous is None:
+            raise ValueError(f"request {request.request_id}: a draft head needs the hidden state before the step")
+        before = [previous[None].to(hidden.dtype), hidden[:-1]]
+        late = self._late.pop(request.request_id, None)
+        if late is None:
+            return _Pending(list(request.token_ids), request.start, before, request.page_ids)
+        put_off = late.pending
+        token_ids = [*put_off.token_ids, *request.token_ids]
+        return _Pending(token_ids, put_off.start, [*put_off.hidden, *before], request.page_ids)
+
     def _take_over(self, pending: list[_Pending]) -> None:
         """Put the entries of computed tokens into their pages."""
+        pending = [own for own in pending if own.token_ids]
         if not pending:
             return
         pending = sorted(pending, key=lambda own: len(own.token_ids) != 1)  # single ones first
@@ -109,7 +197,8 @@ class HeadDrafter:
             slot_mapping=torch.from_numpy(self._slots(table, np.repeat(np.arange(len(pending)), seq_lens), positions)),
         )
         token_ids = np.array([token for own in pending for token in own.token_ids], dtype=np.int64)
-        self._head.take_over(*self._inputs(token_ids, torch.cat([own.hidden for own in pending]), positions), attention)
+        hidden = torch.cat([piece for own in pending for piece in own.hidden])
+        self._head.take_over(*self._inputs(token_ids, hidden, positions), attention)
 
     def _grow(self, requests: list[DraftRequest], pending: list[_Pending], grant: TreeGrant) -> list[DraftTree | None]:
         width = max(len(own.token_ids) for own in pending) + 1
@@ -161,7 +250,7 @@ class HeadDrafter:
             assert request.next_token is not None
             row[: len(own.token_ids)] = own.token_ids
             row[len(own.token_ids)] = request.next_token
-            known = torch.cat((own.hidden, request.hidden[-1:]))
+            known = torch.cat((*own.hidden, request.hidden[-1:]))
             rows.append(known if len(known) == width else functional.pad(known, (0, 0, 0, width - len(known))))
         starts = np.array([own.start for own in pending])
         positions = starts[:, None] + np.arange(width)
@@ -191,19 +280,6 @@ class HeadDrafter:
     def _slots(self, table: Int64Array, owners: Int64Array, positions: Int64Array) -> Int64Array:
         slots: Int64Array = table[owners, positions // self._page_size] * self._page_size + positions % self._page_size
         return slots
-
-
-def _pending(request: DraftRequest) -> _Pending:
-    """What a step computed of a request, as pairs; the first token of a sequence has none."""
-    hidden, previous = request.hidden, request.previous_hidden
-    if hidden is None:
-        raise ValueError(f"request {request.request_id}: a draft head needs the hidden states of the step")
-    if request.start < FIRST_ENTRY:
-        return _Pending(list(request.token_ids[1:]), FIRST_ENTRY, hidden[:-1], request.page_ids)
-    if previous is None:
-        raise ValueError(f"request {request.request_id}: a draft head needs the hidden state before the step")
-    before = torch.cat((previous[None].to(hidden.dtype), hidden[:-1]))
-    return _Pending(list(request.token_ids), request.start, before, request.page_ids)
 
 
 def _sampling(request: DraftRequest) -> SamplingParams:

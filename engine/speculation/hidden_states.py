@@ -37,19 +37,13 @@ class HiddenStates:
     def store(self, items: Sequence[StepItem], batch: ForwardBatch, normed: torch.Tensor) -> None:
         """Keep those of the last tokens, and of exported positions: normed [T, hidden_size] of the step. What trees
         accept is added to their histories with their other terms."""
-        rows: list[int] = []
-        tokens: list[int] = []
-        start = 0
-        for item, length in zip(items, batch.seq_lens, strict=True):
-            if item.replay is None:
-                assert item.state_row is not None
-                for position, row in (*item.exports, (item.start + length, item.state_row)):
-                    rows.append(row)
-                    tokens.append(start + position - item.start - 1)
-            start += length
-        if rows:
-            found = normed.index_select(0, torch.tensor(tokens, dtype=torch.int64))
-            self._rows[:, :, 0].index_copy_(0, torch.tensor(rows, dtype=torch.int64), found.to(self._rows.dtype))
+        rows, last = batch.state_rows, normed
+        assert rows is not None
+        if batch.num_decodes < len(items) or batch.exports:
+            rows, tokens = _last_places(items, batch)
+            last = normed.index_select(0, tokens)
+        if len(rows):
+            self._rows[:, :, 0].index_copy_(0, rows, last.to(self._rows.dtype))
         if batch.trees is not None:
             first = batch.num_decodes
             batch.trees.terms.keep(self._history, normed[first : first + batch.num_tree_nodes])
@@ -69,3 +63,18 @@ class HiddenStates:
             found.append(own)
             start += length
         return found
+
+
+def _last_places(items: Sequence[StepItem], batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that a step moves on or exports, and which of its tokens is the last before each. Trees move none."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    start = 0
+    for item, length in zip(items, batch.seq_lens, strict=True):
+        if item.replay is None:
+            assert item.state_row is not None
+            for position, row in (*item.exports, (item.start + length, item.state_row)):
+                rows.append(row)
+                tokens.append(start + position - item.start - 1)
+        start += length
+    return torch.tensor(rows, dtype=torch.int64), torch.tensor(tokens, dtype=torch.int64)

@@ -11,10 +11,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
 
+import torch
+
 from turnkeep.engine.speculation.drafter import DraftRequest
 from turnkeep.engine.speculation.token_index import TokenIndex
 from turnkeep.engine.speculation.tree_growth import LEAST_PROBABILITY
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
+from turnkeep.scheduler.step_plan import StepItem
 
 Places = list[tuple[int, int]]  # (position of a token, tokens that agree up to it)
 
@@ -43,6 +46,13 @@ class PromptLookup:
                 tree = copied_tree(index, limit, grant.max_depth, grant.max_children)
             trees.append(tree)
         return best_of_all(trees, grant.num_nodes)
+
+    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
+        """See `Drafter.put_off`: tokens are taken over at once."""
+        return list(items)
+
+    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
+        """See `Drafter.settle`: nothing is ever put off."""
 
     def _take_over(self, request: DraftRequest) -> TokenIndex | None:
         """The index of all known tokens; None where those before the step are not known any more."""

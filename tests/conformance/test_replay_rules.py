@@ -9,6 +9,7 @@ equal trees.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from turnkeep.engine.speculation.drafter import DraftRequest
 from turnkeep.models.tiny import TinyKind
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.speculation_config import SpeculationConfig
+from turnkeep.scheduler.step_plan import StepItem
 
 KINDS: tuple[TinyKind, ...] = ("hybrid", "gated_delta")
 WIDE = SpeculationConfig(7, 31, 31)
@@ -57,6 +59,12 @@ class LeafDrafter:
 
     def propose(self, requests: list[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:
         return [self._tree(request) if grant.num_nodes else None for request in requests]
+
+    def put_off(self, items: list[StepItem], normed: torch.Tensor) -> list[StepItem]:
+        return list(items)
+
+    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
+        pass
 
     def _tree(self, request: DraftRequest) -> DraftTree | None:
         if request.next_token is None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from turnkeep.engine.speculation.drafter import Drafter, DraftRequest
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
+from turnkeep.scheduler.step_plan import StepItem
 
 
 class ScriptedDrafter:
@@ -24,6 +27,12 @@ class ScriptedDrafter:
 
     def propose(self, requests: Sequence[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:
         return [self._tree(request, grant) for request in requests]
+
+    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
+        return list(items)
+
+    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
+        pass
 
     def _tree(self, request: DraftRequest, grant: TreeGrant) -> DraftTree | None:
         if request.next_token is None or grant.num_nodes == 0:
@@ -67,6 +76,12 @@ class AnyGrant:
     @property
     def needs_hidden(self) -> bool:
         return self._drafter.needs_hidden
+
+    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
+        return self._drafter.put_off(items, normed)
+
+    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
+        self._drafter.settle(going_on)
 
     def propose(self, requests: Sequence[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:
         if grant.num_nodes:
