@@ -109,7 +109,7 @@ class DensityPolicy:
             if kind == "trunk" and (trunk is None or not trunk.num_uses):
                 share = SPARE_SHARE  # named by the template, and no other conversation was ever seen to share it
         else:
-            if kind == "turn_start" and mark is not None:
+            if kind == "turn_start" and mark is not None and self._ends_words(turn, position):
                 self._user_spoke(turn, mark)
             drop_rate, chance = self._chance.drop_rate(turn.line), self._chance.next_lost(turn.line)
             is_needed = kind == "turn_start" and drop_rate >= 0.5
@@ -290,6 +290,11 @@ class DensityPolicy:
             if used.mark is not None:
                 self._trunks.put(used.mark, used)
             self._wait(used, "trunk")
+
+    def _ends_words(self, turn: Turn, position: int) -> bool:
+        """Whether the user's words end here. The prompt's end, which was wanted in case that all else is lost, stands
+        in for them only where the template named no end of theirs, and where it was not a tool that answered."""
+        return position != turn.spare or (not turn.starts and not turn.line.reply_class[0])
 
     def _user_spoke(self, turn: Turn, mark: Mark) -> None:
         """The user's words end at `mark`."""

@@ -41,14 +41,18 @@ class Bench:
         *,
         is_call: bool = False,
         has_template: bool = True,
+        words_end: int | None = None,
+        is_dropped: bool = False,
     ) -> int:
+        """words_end: of the user, the prompt's end unless given. is_dropped: the next prompt repeats no more."""
         cache = self.cache
         match = cache.match("", prompt, conversation_id)
         seq = cache.open(match, prompt, conversation_id=conversation_id)
         assert seq is not None
         assert cache.grow(seq, len(prompt) + len(answer))
         reused = seq.num_computed_tokens
-        given = (*seq.boundaries, *([Boundary(len(prompt), "turn_start")] if has_template else []))
+        start = words_end if words_end is not None else len(prompt)
+        given = (*seq.boundaries, *([Boundary(start, "turn_start")] if has_template else []))
         for boundary in sorted(given, key=lambda boundary: boundary.position):
             if reused < boundary.position <= len(prompt):
                 cache.reserve_export(seq, boundary.position, boundary.kind)
@@ -59,7 +63,7 @@ class Bench:
         known = prompt + answer
         handle = cache.finish(seq, known, keep_turn_end=True)
         assert handle is not None
-        cache.end_turn(handle, len(known), has_tool_call=is_call)
+        cache.end_turn(handle, start if is_dropped else len(known), has_tool_call=is_call)
         return reused
 
 
@@ -181,6 +185,24 @@ def test_prompts_that_rewrite_every_answer_resume_at_the_end_of_the_prompt_befor
         answer = [1, 2, 3] if number == 0 else []  # the first is repeated, so that an old snapshot is left
         prompt = [*prompt, *answer, *(token for part in "abc" for token in _words(f"{number} {part}"))]
     assert reused == [0, 42, 163, 283]
+
+
+def test_the_users_last_words_stay_through_a_tool_loop_whose_work_the_template_drops() -> None:
+    """Neither the end of the prompt, a few tokens later, nor that of a tool's result takes their place."""
+    bench = Bench(num_rows=5)
+    for number in range(8):  # every answer goes when the user speaks again
+        bench.now_s += 10
+        bench.turn(_words(f"chat {number}"), [1, 2, 3], f"chat {number}", words_end=36, is_dropped=True)
+    prompt = _words("task")
+    for step in range(4):
+        bench.now_s += 1
+        reused = bench.turn(prompt, [7, 8, 9], "agent", is_call=True, words_end=36)
+        assert step == 0 or reused >= 36
+        prompt = [*prompt, 7, 8, 9, *_words(f"result {step}")]
+        for other in range(2):
+            bench.turn(_words(f"{step} {other}"), [1, 2, 3], f"{step} {other}", words_end=36, is_dropped=True)
+    bench.turn(prompt, [4, 5, 6], "agent", words_end=36, is_dropped=True)
+    assert bench.turn([*_words("task")[:36], *_words("thanks")], [1], "agent", words_end=70) == 36
 
 
 def test_a_full_cache_takes_a_short_trunk_that_nobody_shared_only_where_prompts_were_seen_to_part() -> None:
