@@ -32,10 +32,10 @@ from turnkeep.server.tokenizer import Tokenizer
 class Engine:
     """One engine, driven step by step."""
 
-    def __init__(self, speculation: str, dtype: str) -> None:
+    def __init__(self, speculation: str, dtype: str, model: str = "demo") -> None:
         self.events: list[FromEngine] = []
         settings: dict[str, Any] = {"speculation": speculation, "dtype": dtype, "memory_bytes": 1 << 29}
-        self.loop: EngineLoop = build_engine(EngineConfig(model="demo", **settings), self.events.append)[0]
+        self.loop: EngineLoop = build_engine(EngineConfig(model=model, **settings), self.events.append)[0]
         self._num_requests = 0
 
     def answers(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:

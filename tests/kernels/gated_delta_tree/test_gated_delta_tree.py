@@ -100,6 +100,19 @@ def test_strong_decays_off_the_path_match_where_masking_after_exp_does_not(shape
     assert not (factored * is_ancestor).isfinite().all()
 
 
+def test_long_chains_match_where_differences_of_running_sums_do_not() -> None:
+    case = Case([make_parents("chain", 256)], [0], decay="mixed")
+    outputs, u = case.run()
+    for node in (0, 100, 254, 255):
+        expected, written, _ = case.along(0, node)
+        assert error(outputs[0][node], expected) < TOLERANCE
+        assert error(u[0][node], written) < TOLERANCE
+    g = case.nodes().g
+    sums = g.cumsum(0)
+    exact = g.double().flip(0).cumsum(0).flip(0)[1:].exp()
+    assert error((sums[255] - sums[:-1]).exp(), exact) > 10 * TOLERANCE
+
+
 def test_repeated_keys_of_full_strength_match_where_a_doubling_inverse_gives_noise() -> None:
     case = Case([make_parents("chain", 64)], [0], decay="zero", keys="close")
     case.requests[0].beta.fill_(1.0)
