@@ -51,8 +51,8 @@ class ChildChoice:
         """
         num_children = min(self._num_children, logits.shape[2])
         if not self._is_noisy:
-            values, ids = logits.topk(num_children, dim=-1)
-            return ids.cpu().numpy(), (values - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
+            values, ids = logits.log_softmax(-1).topk(num_children, dim=-1)
+            return ids.cpu().numpy(), values.cpu().numpy()
         scaled = logits * self._inverse_temperatures.to(logits.device)
         best, best_ids = scaled.topk(min(NUM_CANDIDATES, logits.shape[2]), dim=-1)
         scores: Floats = (best - scaled.logsumexp(-1, keepdim=True)).cpu().numpy()  # [R, F, C]

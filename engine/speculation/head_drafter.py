@@ -214,7 +214,7 @@ class HeadDrafter:
         )
         hidden = self._root_pass(requests, pending, table, entries, width)
         choice = ChildChoice([_sampling(request) for request in requests], roots, grant)
-        growth = TreeGrowth(len(requests), grant)
+        growth = TreeGrowth(len(requests), grant, ends=[_ends(request) for request in requests])
         for depth in range(1, grant.max_depth + 1):
             logits = self._decoder.logits(hidden.to(self._decoder.dtype))
             logits = logits.view(len(requests), -1, self._decoder.config.vocab_size)
@@ -285,6 +285,12 @@ class HeadDrafter:
 def _sampling(request: DraftRequest) -> SamplingParams:
     assert request.sampling is not None
     return request.sampling
+
+
+def _ends(request: DraftRequest) -> tuple[int, ...]:
+    """Tokens that end the request, so that nothing is drafted after them."""
+    sampling = _sampling(request)
+    return () if sampling.ignore_eos else sampling.stop_token_ids
 
 
 def _page_table(page_ids: Sequence[npt.NDArray[np.int32]]) -> Int64Array:

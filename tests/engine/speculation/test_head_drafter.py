@@ -30,9 +30,10 @@ def test_nodes_are_what_the_head_says_along_their_paths(model: str) -> None:
     assert max(depth for tree in trees if tree for depth in tree.depths()) == 4
 
 
+@pytest.mark.parametrize("max_children", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_request_is_proposed_the_same_alone_and_in_a_batch(model: str) -> None:
-    grant = TreeGrant(num_nodes=60, max_nodes_per_request=6, max_depth=3, max_children=2)
+def test_a_request_is_proposed_the_same_alone_and_in_a_batch(model: str, max_children: int) -> None:
+    grant = TreeGrant(num_nodes=60, max_nodes_per_request=6, max_depth=3, max_children=max_children)
     steps = [(0, 9, 11), (1, 30, 31), (2, 17, 24)]
     together, alone = Bench(model), Bench(model)
     for bench in (together, alone):
@@ -45,6 +46,29 @@ def test_a_request_is_proposed_the_same_alone_and_in_a_batch(model: str) -> None
         assert tree is not None
         assert (own.token_ids, own.parents) == (tree.token_ids, tree.parents)
         assert own.probabilities == pytest.approx(tree.probabilities, rel=1e-3)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_proposed_after_a_token_that_ends_the_request(model: str) -> None:
+    bench = Bench(model)
+    bench.drafter.propose([bench.request(0, 0, 30)], NOTHING)
+    grant = TreeGrant(num_nodes=60, max_nodes_per_request=9, max_depth=4, max_children=2)
+    (tree,) = bench.drafter.propose([bench.request(0, 30, 33)], grant)
+    bench.check(0, 33, tree, 2)
+    assert tree is not None
+    end = tree.token_ids[tree.parents.index(-1)]  # the likeliest child of the root, so that a line comes first
+    sampling = SamplingParams(max_new_tokens=9, stop_token_ids=(end, bench.decoder.config.vocab_size))
+    steps = [bench.request(0, 30, 33, sampling), bench.request(1, 0, 6)]
+    for requests in (steps[:1], steps):  # alone and with one that nothing ends
+        cut = bench.drafter.propose(requests, grant)[0]
+        bench.check(0, 33, cut, 2)
+        assert cut is not None
+        place = next(node for node, parent in enumerate(cut.parents) if parent < 0 and cut.token_ids[node] == end)
+        assert place not in cut.parents
+        assert max(cut.depths()) > 1
+    unending = SamplingParams(max_new_tokens=9, stop_token_ids=(end,), ignore_eos=True)
+    (again,) = bench.drafter.propose([bench.request(0, 30, 33, unending)], grant)
+    assert again == tree
 
 
 @pytest.mark.parametrize("seed", range(4))
