@@ -43,7 +43,8 @@ class GrowingEntries:
             self._entries = [self._copied(pool, page_table[0]) for pool in kv]
         else:
             self._gather(page_table, num_entries)
-        self._mask = self._base  # [R, Q, S]: 0 where a token of the pass sees a slot, else -inf; None: a line
+        # [R, Q, S]: 0 where a token of the pass sees a slot, else -inf; None: a line.
+        self._mask: torch.Tensor | None = self._base
         self._staying: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _copied(self, pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
