@@ -28,8 +28,10 @@ log = logging.getLogger(__name__)
 
 PROBE_EVERY, MAX_PROBE_EVERY = 64, 256  # steps without drafts after which some are made, to see what they give
 PROBE_STEPS = 2
-CHECK_EVERY, FIRST_CHECK_EVERY = 128, 16  # steps with drafts after which one has none, so that its price stays known
+CHECK_EVERY, FIRST_CHECK_EVERY = 128, 16  # steps with drafts after which some have none: their price stays known
+CHECK_STEPS = 2  # the first brings rows up to their sequences, which plain decoding need not
 FRESH = 3.0  # measured plain steps with as many requests, up to which checks come as often as the first
+KNOWN = 12.0  # from so many on not all of them are measured
 LEAST_MEASURED = 64  # steps that are worth keeping for the next engine
 GROWTH = 1.5  # of the nodes that paid lately, proposed for the next step
 LEARN_EVERY = 8  # verified drafts, or steps
@@ -98,6 +100,7 @@ class TreeBudget:
         self._num_steps = 0  # since then
         self._num_plain = 0  # steps since drafts were asked for
         self._num_drafted = 0  # steps since one had none
+        self._num_to_check = 0  # plain steps that are due
         self._probe_every = PROBE_EVERY
         self._is_probe = False
         self._verified: list[tuple[str, DraftTree, Sequence[int]]] = []  # to learn from
@@ -153,7 +156,10 @@ class TreeBudget:
 
     def _is_check_due(self, num_decodes: int) -> bool:
         is_known = self._cost.num_measured_alike(num_decodes, has_nodes=False) >= FRESH
-        return self._num_drafted >= (CHECK_EVERY if is_known else FIRST_CHECK_EVERY)
+        if self._num_drafted >= (CHECK_EVERY if is_known else FIRST_CHECK_EVERY):
+            self._num_to_check = CHECK_STEPS
+        self._num_to_check -= 1
+        return self._num_to_check >= 0
 
     def _count(self, choice: Choice) -> None:
         counts = self.counts
@@ -203,12 +209,16 @@ class TreeBudget:
 
     def measured(self, plan: StepPlan, output: StepOutput) -> None:
         """Learn from a step: what it cost, and which of its drafts were right."""
+        if self._is_one_of_many(plan):
+            return
         load = StepLoad.of(plan)
         computing_s = output.duration_s - output.draft_s
         self.counts.predicted_s += self._cost.step_s(load)
         self.counts.measured_s += computing_s
         self.counts.drafting_s += output.draft_s
-        self._cost.measured(load, computing_s)
+        is_plain = load.num_decodes > 0 and load.num_nodes == load.num_prefill_tokens == 0
+        if not (is_plain and plan.folds):  # the price of a change, not of plain steps
+            self._cost.measured(load, computing_s)
         if plan.tree_grant is not None or output.drafts:
             self._cost.measured_draft(_draft_load(load, output), output.draft_s)
         self._num_unlearnt += 1
@@ -220,6 +230,14 @@ class TreeBudget:
         ]
         if self._num_unlearnt >= LEARN_EVERY or len(self._verified) >= LEARN_EVERY:
             self._learn()
+
+    def _is_one_of_many(self, plan: StepPlan) -> bool:
+        """Plain steps while drafts rest are all alike: of those whose price is known one of several is looked at."""
+        if plan.tree_grant is not None or self._choice.num_granted or self._num_plain % LEARN_EVERY == 0:
+            return False
+        num_decodes = self._choice.num_decodes
+        is_known = self._cost.num_measured_alike(num_decodes, has_nodes=False) >= KNOWN
+        return is_known and len(plan.items) == num_decodes == plan.num_tokens
 
     def _learn(self) -> None:
         """From several steps at once where few requests run: it is calls that cost, not nodes."""

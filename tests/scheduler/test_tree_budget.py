@@ -14,7 +14,7 @@ from turnkeep.scheduler.acceptance import AcceptanceStatistics
 from turnkeep.scheduler.cost_model import StepCost, StepCostFile, StepLoad
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.speculation_config import SpeculationConfig
-from turnkeep.scheduler.tree_budget import TreeBudget
+from turnkeep.scheduler.tree_budget import LEARN_EVERY, TreeBudget
 
 GRANT = TreeGrant(num_nodes=99, max_nodes_per_request=9, max_depth=4, max_children=3)
 CONFIG = SpeculationConfig(6, 3, 15)
@@ -197,6 +197,22 @@ def test_the_price_of_plain_steps_and_of_drafts_stays_known() -> None:
     world.run(400)
     plain_steps = sum(number == 0 for number in world.num_nodes[-300:])
     assert 1 <= plain_steps <= 12
+
+
+def test_what_the_change_to_plain_steps_costs_is_not_taken_for_their_price() -> None:
+    """Drafts that gain a little, and less than plain steps that need not fold anything."""
+    world = World(make_budget(), 1, linear, draft_level_s=1.2e-3, fold_s=2e-3, skills=(0.45,))
+    world.run(300)
+    assert world.run(300) > 0.97 / linear(1, 0)
+    assert sum(number > 0 for number in world.num_nodes[-200:]) < 20
+
+
+def test_while_drafts_rest_few_of_the_plain_steps_are_learnt_from() -> None:
+    world = World(make_budget(), 4, linear, draft_level_s=1e-3, skills=(0.02,))
+    world.run(300)
+    before = world.budget._cost.num_measured
+    world.run(200)
+    assert 200 // LEARN_EVERY <= world.budget._cost.num_measured - before <= 50
 
 
 def test_every_choice_is_explained_in_a_line_and_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from turnkeep.cache.copies import HistoryFold
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.request import SamplingParams
 from turnkeep.scheduler.step_plan import SampledToken, StepItem, StepOutput, StepPlan
@@ -71,12 +72,14 @@ def grow(rng: random.Random, grant: TreeGrant, skill: float, stated_power: float
 
 @dataclass
 class World:
-    """Requests that never end. `step_s` gives a step's seconds from (requests, nodes), without drafting."""
+    """Requests that never end. `step_s` gives a step's seconds from (requests, nodes), without drafting; fold_s: more
+    of a step without nodes after one with some, in which rows are brought up to their sequences."""
 
     budget: TreeBudget
     num_requests: int
     step_s: Callable[[int, int], float]
     draft_level_s: float = 0.0
+    fold_s: float = 0.0
     skills: tuple[float, ...] = (0.7,)
     stated_power: float = 1.0
     noise: float = 0.05
@@ -108,12 +111,13 @@ class World:
                 skill = self.skills[number % len(self.skills)]
                 self.drafted[name] = grow(self.rng, grant, skill, self.stated_power)
         draft_s = self.draft_level_s * grant.max_depth if grant is not None else 0.0
-        step_s = self.step_s(self.num_requests, num_nodes)
+        folds = () if num_nodes or not (self.num_nodes and self.num_nodes[-1]) else (HistoryFold(0, 1, 1, 1),)
+        step_s = self.step_s(self.num_requests, num_nodes) + self.fold_s * len(folds)
         drafts = {name: drafted.draft for name, drafted in self.drafted.items()}
         tokens = {name: (SampledToken(1),) * (1 + len(accepted.get(name, ()))) for name in names}
         measured_s = (step_s + draft_s) * self.rng.lognormvariate(0, self.noise)
         output = StepOutput(tokens, measured_s, {}, accepted, drafts, draft_s * measured_s / (step_s + draft_s))
-        self.budget.measured(StepPlan((), (), tuple(items), grant), output)
+        self.budget.measured(StepPlan((), (), tuple(items), folds, grant), output)
         self.num_tokens += sum(map(len, tokens.values()))
         self.seconds += step_s + draft_s
         self.num_nodes.append(num_nodes)
