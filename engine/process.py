@@ -44,7 +44,7 @@ class EngineProcess:
             if built is None:
                 return 1
             loop, ready = built
-            _calm_garbage_collector()
+            calm_garbage_collector()
             self._heartbeat.status = loop.stats()
             self._channel.send((ready,))
             try:
@@ -111,7 +111,7 @@ class EngineProcess:
                 self._channel.flush()
 
 
-def _calm_garbage_collector() -> None:
+def calm_garbage_collector() -> None:
     """Full collections would stop every step for tens of milliseconds, to look again at a model that never changes."""
     gc.collect()
     gc.freeze()

@@ -92,7 +92,9 @@ class ModelRunner:
         started_s = time.perf_counter()
         items = plan.items
         if self._drafter is not None:
-            self._drafter.settle(() if plan.page_copies else items)
+            if plan.page_copies:
+                self._drafter.settle()
+            self._drafter.settle(items)
         self._replay.fold(plan.folds)
         self._storage.apply_copies(plan.page_copies, plan.row_copies)
         self._replay.begin(items)

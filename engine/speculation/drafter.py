@@ -54,6 +54,6 @@ class Drafter(Protocol):
         their one token each being normed [len(items), hidden_size]. Returns those for which `propose` has to be asked.
         """
 
-    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
-        """Carry out what was put off: called before anything but a forward pass reads or writes pages, and before
-        every step with its items, for which it may wait."""
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
+        """Carry out what was put off, before anything but a forward pass reads or writes pages. going_on: the items of
+        a step that begins; what they go on with may wait as long as no other request joins them."""

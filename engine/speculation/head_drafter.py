@@ -1,13 +1,13 @@
 """Drafts of a draft head: it takes over what the target computed, and grows the next trees.
 
 Owns neither weights nor pages: the head's entries lie in the engine's, as `drafter.py` says. Where nothing is drafted
-the entries of single tokens are put off, and made in runs: a page has them as soon as it is full, and `settle` makes
-them before anything else looks at pages.
+the entries of single tokens are put off, and made in runs: `settle` makes them before anything else looks at pages, a
+request that was not in the last step among it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,11 +63,6 @@ class _Late:
         pending.page_ids = item.page_ids
         self.after = after
 
-    def may_wait(self, page_size: int) -> bool:
-        """They are few, and none of their pages is full: a full page may be shared."""
-        pending = self.pending
-        return len(pending.token_ids) < MAX_PENDING and pending.start // page_size == pending.end // page_size
-
     def goes_on_in(self, item: StepItem | None, page_size: int) -> bool:
         """Whether a step computes what follows, in the same page."""
         pending = self.pending
@@ -98,37 +93,38 @@ class HeadDrafter:
         self._kv = kv
         self._page_size = page_size
         self._late: dict[str, _Late] = {}
+        self._last_step: Set[str] = frozenset()  # its requests
 
     @torch.inference_mode()
-    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
         """See `Drafter.settle`."""
-        if not self._late:
-            return
-        items = {item.request_id: item for item in going_on}
-        ended = [
-            request_id
-            for request_id, late in self._late.items()
-            if not late.goes_on_in(items.get(request_id), self._page_size)
-        ]
+        ended = list(self._late)
+        if going_on is not None:
+            items = {item.request_id: item for item in going_on}
+            known, self._last_step = self._last_step, items.keys()
+            if items.keys() <= known:  # nobody else reads pages
+                late = self._late.items()
+                ended = [name for name, own in late if not own.goes_on_in(items.get(name), self._page_size)]
         if ended:
-            self._take_over([self._late.pop(request_id).pending for request_id in ended])
+            self._take_over([self._late.pop(name).pending for name in ended])
 
     @torch.inference_mode()
     def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
-        """See `Drafter.put_off`. Pages that are full now get what was put off of them."""
+        """See `Drafter.put_off`. What can be put off no longer takes everything with it: one pass is made for all."""
         others: list[StepItem] = []
-        full: list[_Pending] = []
+        is_full = False
         for row, item in enumerate(items):
             late = self._late.get(item.request_id)
             if late is None:
                 others.append(item)
                 continue
             late.add(item, normed[row : row + 1])
-            if not late.may_wait(self._page_size):
-                pending = late.pending
-                full.append(pending)
-                late.pending = _Pending([], pending.end, [], pending.page_ids)
-        self._take_over(full)
+            is_full |= len(late.pending.token_ids) >= MAX_PENDING
+        if is_full:
+            everything = [late.pending for late in self._late.values()]
+            self._take_over(everything)
+            for late, done in zip(self._late.values(), everything, strict=True):
+                late.pending = _Pending([], done.end, [], done.page_ids)
         return others
 
     @torch.inference_mode()

@@ -51,7 +51,7 @@ class PromptLookup:
         """See `Drafter.put_off`: tokens are taken over at once."""
         return list(items)
 
-    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
         """See `Drafter.settle`: nothing is ever put off."""
 
     def _take_over(self, request: DraftRequest) -> TokenIndex | None:

@@ -63,7 +63,7 @@ class LeafDrafter:
     def put_off(self, items: list[StepItem], normed: torch.Tensor) -> list[StepItem]:
         return list(items)
 
-    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
         pass
 
     def _tree(self, request: DraftRequest) -> DraftTree | None:

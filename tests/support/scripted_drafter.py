@@ -31,7 +31,7 @@ class ScriptedDrafter:
     def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
         return list(items)
 
-    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
         pass
 
     def _tree(self, request: DraftRequest, grant: TreeGrant) -> DraftTree | None:
@@ -80,7 +80,7 @@ class AnyGrant:
     def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
         return self._drafter.put_off(items, normed)
 
-    def settle(self, going_on: Sequence[StepItem] = ()) -> None:
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
         self._drafter.settle(going_on)
 
     def propose(self, requests: Sequence[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:

@@ -1,12 +1,11 @@
-"""Entries that are made later are the ones that would have been made at once: in full pages, at the end of a turn,
-after a suspension, and in what is proposed when drafts come back."""
+"""Entries that are made later are the ones that would have been made at once: at the end of a turn, after a
+suspension, for requests that join, and in what is proposed when drafts come back."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 from engine_builders import LoopBench, make_demo_loop, submit
@@ -64,7 +63,6 @@ def test_what_is_put_off_becomes_what_would_have_been_made_at_once(model: str, s
             ends[sequence] += 1
         for sequence, end in enumerate(ends):
             num_put_off += num_missing(bench, sequence, end)
-            assert num_missing(bench, sequence, end - end % PAGE_SIZE) == 0  # others may read it
             assert sequence in chosen or num_missing(bench, sequence, end) == 0  # it may have ended
     assert num_put_off > 20
     for sequence, end in enumerate(ends):
@@ -73,29 +71,37 @@ def test_what_is_put_off_becomes_what_would_have_been_made_at_once(model: str, s
 
 def test_no_more_is_put_off_than_a_growth_takes_over() -> None:
     bench = Bench("qwen3_5", num_sequences=1)
-    bench.drafter._page_size = 1 << 20  # pages that are never full
-    bench.pages = np.zeros((1, 1), np.int32)
-    bench.drafter.put_off([item(bench, 0, 9)], bench.hidden[0, 9:10])
-    bench.drafter.propose([bench.request(0, 8, 9)], NOTHING)
+    bench.drafter.propose([bench.request(0, 0, 9)], NOTHING)
     longest = 0
     for position in range(9, 9 + 3 * MAX_PENDING):
-        bench.drafter.put_off(
-            [replace(item(bench, 0, position), page_ids=bench.pages[0])], bench.hidden[0, position][None]
-        )
+        bench.drafter.put_off([item(bench, 0, position)], bench.hidden[0, position][None])
         longest = max(longest, len(bench.drafter._late["0"].pending.token_ids))
     assert longest == MAX_PENDING - 1
+
+
+def test_a_request_that_joins_finds_the_entries_of_all_others() -> None:
+    bench = Bench("qwen3_5", num_sequences=3)
+    bench.drafter.propose([bench.request(sequence, 0, 5) for sequence in range(2)], NOTHING)
+    for position in range(5, 15):
+        decode(bench, {0: position, 1: position})
+    assert num_missing(bench, 0, 15) == num_missing(bench, 1, 15) == 9
+    going_on = [item(bench, 0, 15), item(bench, 1, 15)]
+    bench.drafter.settle(going_on)
+    assert num_missing(bench, 0, 15) == num_missing(bench, 1, 15) == 9
+    bench.drafter.settle([*going_on, item(bench, 2, 3)])
+    assert num_missing(bench, 0, 15) == num_missing(bench, 1, 15) == 0
 
 
 def test_entries_that_go_on_in_another_page_are_made_before() -> None:
     bench = Bench("qwen3_5", num_sequences=1)
     bench.drafter.propose([bench.request(0, 0, 5)], NOTHING)
-    decode(bench, {0: 5})
-    assert num_missing(bench, 0, 6) == 1
-    resumed = item(bench, 0, 6)
+    decode(bench, {0: 5})  # it joins
+    decode(bench, {0: 6})
+    resumed = item(bench, 0, 7)
     bench.drafter.settle([resumed])
-    assert num_missing(bench, 0, 6) == 1
+    assert num_missing(bench, 0, 7) == 1
     bench.drafter.settle([replace(resumed, page_ids=resumed.page_ids[::-1])])  # suspended, and resumed with a copy
-    assert num_missing(bench, 0, 6) == 0
+    assert num_missing(bench, 0, 7) == 0
 
 
 @dataclass
