@@ -94,8 +94,10 @@ class DensityPolicy:
         self._use_trunk(line, match.snapshot, [trunk for _, trunk in trunks])
         depths = [mark.position for mark, _ in trunks[-1:]] + [mark.position for mark in line.marks[-1:]]
         seen = max([num_known * self._page_size, match.num_matched_tokens, *depths])
-        is_foreign = known_line is not None and known_line != line.number
-        return self._wanted(turn, seen, trunks, is_foreign=is_foreign or (known_line is None and seen > 0))
+        is_foreign = seen > 0 and (known_line is None or self._lines.is_foreign(known_line, line))
+        if known_line is not None and known_line != line.number and not is_foreign:
+            self._remember_parting(turn, seen)
+        return self._wanted(turn, seen, trunks, is_foreign=is_foreign)
 
     def wants(self, seq: SequenceCache, position: int, kind: BoundaryKind) -> bool:
         turn = self._turns.get(seq)
@@ -290,6 +292,14 @@ class DensityPolicy:
             if used.mark is not None:
                 self._trunks.put(used.mark, used)
             self._wait(used, "trunk")
+
+    def _remember_parting(self, turn: Turn, position: int) -> None:
+        """A conversation left its own line. Mostly it rewrote that one, and nobody will come to this place again; a
+        snapshot is for the next of its lines that leaves here, as sub-agents do that start from the same words."""
+        if MIN_BRANCH_TOKENS <= position < turn.prefixes.num_tokens:
+            mark = turn.prefixes.mark(position)
+            if self._trunks.get(mark) is None:
+                self._trunks.put(mark, Trunk(mark=mark))
 
     def _ends_words(self, turn: Turn, position: int) -> bool:
         """Whether the user's words end here. The prompt's end, which was wanted in case that all else is lost, stands

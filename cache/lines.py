@@ -147,6 +147,14 @@ class LineRegistry:
             lines.append(line)
         return line
 
+    def is_foreign(self, number: int, line: Line) -> bool:
+        """Whether the line of that number is neither `line` nor one of its conversation's. True once it is forgotten:
+        nobody knows whose it was."""
+        other = self._lines.get(number)
+        if other is line:
+            return False
+        return other is None or other.conversation is None or other.conversation != line.conversation
+
     def forget_conversation(self, conversation: ConversationKey) -> None:
         for line in self._conversations.pop(conversation, []):
             del self._lines[line.number]

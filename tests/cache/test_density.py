@@ -143,6 +143,17 @@ def test_the_branch_snapshot_is_made_by_every_policy(policy: str) -> None:
     assert reused == [0, 0, 50, 50]
 
 
+def test_a_conversation_that_leaves_its_own_line_gets_a_branch_snapshot_when_it_leaves_there_again() -> None:
+    bench = Bench(num_rows=40)
+    shared = _words("the words that each sub-agent starts from")
+    assert bench.turn([*shared, *_words("first")], [1, 2, 3], "agents") == 0
+    bench.turn([*shared, *_words("second")], [1, 2, 3], "agents")
+    assert bench.cache.stats().counters.created_snapshots["branch"] == 0
+    bench.turn([*shared, *_words("third")], [1, 2, 3], "agents")
+    assert bench.cache.stats().counters.created_snapshots["branch"] == 1
+    assert bench.turn([*shared, *_words("fourth")], [1, 2, 3], "agents") == len(shared)
+
+
 def test_a_tool_call_that_returns_soon_outlives_a_chat_that_returns_late() -> None:
     bench = Bench(num_rows=6)
     history: dict[str, list[int]] = {}
