@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.convtrace import TraceRequest
 
@@ -50,9 +50,13 @@ MODELS = {
 }
 
 # density: the policy by density with all its snapshots. lru: supersession, then least recently used, same boundaries.
-# flop_per_byte, branch_lru: snapshots at branches and turn ends only, as Marconi and its plainer rival. kv_only: an
+# flop_per_byte, branch_lru: snapshots at branches and turn ends only, as Marconi and its plainer rival. end_lru: at the
+# ends of prompts, answers and prefill chunks, least recently used, in a pool of their own with a fixed share of the
+# memory, as SGLang without its extra buffer; the pages, whose pool is rarely what is short, have no limit. kv_only: an
 # attention-only model with the same bytes; oracle: the same without a limit.
-POLICIES = ("density", "lru", "flop_per_byte", "branch_lru", "kv_only", "oracle")
+POLICIES = ("density", "lru", "flop_per_byte", "branch_lru", "end_lru", "kv_only", "oracle")
+STATE_SHARE = 0.9 / 1.9  # of memory, in end_lru
+CHUNK_TOKENS = 8192
 MAX_REQUEST_TOKENS = 1 << 18
 FLOPS_PER_S = 1e14  # turns computation into seconds; no ratio depends on it
 
@@ -99,8 +103,11 @@ class Replay:
     ) -> None:
         """memory_bytes None: no limit; num_tokens: of the whole trace, for the size of the pools then."""
         self._now_s = 0.0
-        self._is_branching = policy in ("flop_per_byte", "branch_lru")
+        self._policy = policy
         has_state = policy not in ("kv_only", "oracle")
+        if policy == "end_lru" and memory_bytes is not None:
+            model = replace(model, kv_bytes=4)
+            memory_bytes = int(memory_bytes * STATE_SHARE) // model.row_bytes * model.row_bytes + 4 * num_tokens
         spec = model.spec(page_size, has_state=has_state)
         self._memory_bytes = None if policy == "oracle" else memory_bytes
         if self._memory_bytes is None:
@@ -152,7 +159,7 @@ class Replay:
             return 0
         self.outcome.num_used += is_first_use
         reused = seq.num_computed_tokens
-        for boundary in self._boundaries(request, seq.boundaries):
+        for boundary in self._boundaries(request, reused, seq.boundaries):
             if reused < boundary.position <= len(prompt):
                 cache.reserve_export(seq, boundary.position, boundary.kind)
         cache.drain_copies()
@@ -161,16 +168,21 @@ class Replay:
         cache.commit(seq, prompt)
         cache.advance(seq, len(known) - 1 - len(prompt))  # the last token sampled is never fed
         handle = cache.finish(seq, known, keep_turn_end=True)
-        if handle is not None and not self._is_branching:
+        if handle is not None and self._policy in ("density", "lru"):
             cache.end_turn(handle, request.stable, has_tool_call=request.has_tool_call)
         if self._memory_bytes is not None:
             cache.trim(self._memory_bytes)
         return reused
 
-    def _boundaries(self, request: TraceRequest, own: tuple[Boundary, ...]) -> list[Boundary]:
+    def _boundaries(self, request: TraceRequest, reused: int, own: tuple[Boundary, ...]) -> list[Boundary]:
         """Of the template and of the cache, in the order of the prompt; the template's first at equal positions."""
-        given = [] if self._is_branching else [Boundary(request.turn_start, "turn_start")]
-        if request.trunk and not self._is_branching:
+        if self._policy in ("flop_per_byte", "branch_lru"):
+            return list(own)
+        if self._policy == "end_lru":
+            ends = (*range(reused + CHUNK_TOKENS, request.num_prompt_tokens, CHUNK_TOKENS), request.num_prompt_tokens)
+            return [Boundary(end, "fixed") for end in ends]
+        given = [Boundary(request.turn_start, "turn_start")]
+        if request.trunk:
             given.append(Boundary(request.trunk, "trunk"))
         return sorted([*given, *own], key=lambda boundary: boundary.position)
 
@@ -178,6 +190,6 @@ class Replay:
 def _policy(name: str, spec: CacheSpec, clock: Callable[[], float], cost: PrefillCost) -> EvictionPolicy:
     if name == "density":
         return DensityPolicy(spec, clock, cost)
-    if name in ("flop_per_byte", "branch_lru"):
+    if name in ("flop_per_byte", "branch_lru", "end_lru"):
         return FlopPerBytePolicy(spec, clock, cost, alpha=0.5 if name == "flop_per_byte" else 0.0)
     return LRUPolicy()

@@ -3,7 +3,8 @@
     utility = normalised 1 / age + alpha x normalised seconds saved over the next shallower snapshot / bytes freed
 
 Looks at every snapshot for each victim, O(snapshots): utilities are relative to the others of the moment. alpha 0 is
-plain least recently used order, without regard to what is superseded.
+plain least recently used order, without regard to what is superseded; of those that one request used the shallowest
+goes first.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class FlopPerBytePolicy:
         if not self._snapshots:
             return self._leaves.victim(need)
         if not self._alpha:
-            return min(self._snapshots, key=lambda snapshot: snapshot.last_used_s)
+            return min(self._snapshots, key=lambda snapshot: (snapshot.last_used_s, snapshot.num_tokens))
         now_s = self._clock()
         best_recency = max(1 / max(now_s - snapshot.last_used_s, MIN_AGE_S) for snapshot in self._snapshots)
         best_efficiency = max(max(self._snapshots.values()), 1e-300)
