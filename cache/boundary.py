@@ -6,7 +6,9 @@ from typing import Literal
 
 import msgspec
 
-BoundaryKind = Literal["trunk", "turn_start", "turn_end", "declared", "branch", "periodic", "fixed", "suspended"]
+BoundaryKind = Literal[
+    "trunk", "turn_start", "turn_end", "declared", "branch", "likely_branch", "periodic", "fixed", "suspended"
+]
 
 
 class Boundary(msgspec.Struct, frozen=True, array_like=True):

@@ -98,7 +98,9 @@ class Committer:
         if row is not None:
             self._reclaimer.rows.release(row)
             self._counters.skipped_snapshots["duplicate"] += 1
-        if present.kind == "suspended" or (present.kind in PRIVATE_KINDS and kind not in PRIVATE_KINDS):
+        if present.kind in ("suspended", "likely_branch") or (
+            present.kind in PRIVATE_KINDS and kind not in PRIVATE_KINDS
+        ):
             present.kind = kind  # the wider use decides how it is kept
         self._reclaimer.revive(present)
         return present, False

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 
+from turnkeep.cache.branch_forecast import LikelyBranch
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 from turnkeep.cache.eviction import Evictable, LRUPolicy, Need
 from turnkeep.cache.lines import Line, Trunk
@@ -33,6 +34,7 @@ class Record:
 
     owner: Line | Trunk | None = None
     mark: Mark | None = None
+    likely: LikelyBranch | None = None  # others may resume here too
     base: int = 0
     num_pages: int = 0
     key: float = 0.0

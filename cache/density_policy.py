@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
+from turnkeep.cache.branch_forecast import BranchForecast, FirstPrompt, LikelyBranch
 from turnkeep.cache.density import DensityOrder, Record
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 from turnkeep.cache.eviction import Evictable, Need
@@ -34,6 +35,7 @@ class Turn:
     num_known_pages: int
     resumed: int
     starts: list[Mark] = field(default_factory=list)  # ends of the user's words that were asked to be kept
+    likely: dict[int, LikelyBranch] = field(default_factory=dict)  # by position
     spare: int = 0  # end of the prompt, where it is wanted in case that nothing else can be resumed from
     position: int = 0  # computed tokens at its end
 
@@ -49,6 +51,7 @@ class DensityPolicy:
         self._clock = clock
         self._order = DensityOrder(spec, self.cost, self._value)
         self._forecast = ReturnForecast()
+        self._branches = BranchForecast(spec.page_size, self.cost, self._forecast)
         self._chance = ResumeChance()
         self._lines = LineRegistry()
         self._history = PrefixHistory()
@@ -95,17 +98,27 @@ class DensityPolicy:
         depths = [mark.position for mark, _ in trunks[-1:]] + [mark.position for mark in line.marks[-1:]]
         seen = max([num_known * self._page_size, match.num_matched_tokens, *depths])
         is_foreign = seen > 0 and (known_line is None or self._lines.is_foreign(known_line, line))
-        if known_line is not None and known_line != line.number and not is_foreign:
-            self._remember_parting(turn, seen)
+        if known_line is not None and known_line != line.number:
+            if is_foreign:
+                used = max((mark.position for mark, _ in trunks), default=0)
+                self._branches.left(known_line, seen, used, self._clock())
+            else:
+                self._remember_parting(turn, seen)
+        if not line.marks:
+            likely = self._branches.opened(line, max(seen, turn.resumed), turn.prefixes.num_tokens, self._clock())
+            turn.likely = {branch.position: branch for branch in likely}
         return self._wanted(turn, seen, trunks, is_foreign=is_foreign)
 
     def wants(self, seq: SequenceCache, position: int, kind: BoundaryKind) -> bool:
         turn = self._turns.get(seq)
-        if turn is None or kind not in ("trunk", "branch", "turn_start", "turn_end"):
+        if turn is None or kind not in ("trunk", "branch", "likely_branch", "turn_start", "turn_end"):
             return True
         mark = turn.prefixes.mark(position) if position <= turn.prefixes.num_tokens else None
         share = ADMIT_SHARE
-        if kind in ("trunk", "branch"):
+        if kind == "likely_branch":
+            likely = turn.likely.get(position)
+            share, value = SPARE_SHARE, self._branches.index(likely) if likely is not None else 0.0
+        elif kind in ("trunk", "branch"):
             trunk = self._trunks.get(mark) if mark is not None else None
             value = self._forecast.first_index("trunk") if trunk is None else self._forecast.index(trunk)
             if kind == "trunk" and (trunk is None or not trunk.num_uses):
@@ -135,7 +148,9 @@ class DensityPolicy:
             return
         turn.prefixes.extend(seq.encoded)
         record.mark = turn.prefixes.mark(snapshot.num_tokens)
-        if snapshot.kind in PRIVATE_KINDS:
+        if snapshot.kind == "likely_branch":
+            record.likely = turn.likely.get(snapshot.num_tokens)
+        if snapshot.kind in PRIVATE_KINDS or record.likely is not None:
             self._give_to_line(turn.line, snapshot, record)
         else:
             self._give_to_trunk(snapshot, record)
@@ -221,13 +236,14 @@ class DensityPolicy:
         if snapshot.num_tokens == owner.held:
             # When the agent has answered at last, the template drops all its work since the user's last words.
             chance = max(chance, self._chance.drop_rate(owner))
-        return index * chance
+        return index * chance + (self._branches.index(record.likely) if record.likely is not None else 0.0)
 
     # Parts
 
     def _age(self) -> None:
         for waiter in self._forecast.advance(self._clock()):
-            self._revalue(waiter if isinstance(waiter, Line | Trunk) else None)
+            owner = waiter.line if isinstance(waiter, FirstPrompt) else waiter
+            self._revalue(owner if isinstance(owner, Line | Trunk) else None)
 
     def _wait(self, owner: Line | Trunk, kind: WaitKind) -> None:
         self._forecast.wait(owner, kind, self._clock())
@@ -326,6 +342,8 @@ class DensityPolicy:
             turn.spare = num_tokens
         if is_foreign and seen - turn.resumed >= MIN_BRANCH_TOKENS and seen < num_tokens:
             wanted.setdefault(seen, "branch")
+        for position in turn.likely:
+            wanted.setdefault(position, "likely_branch")
         for mark, trunk in trunks:
             if trunk.num_uses and turn.resumed < mark.position < num_tokens:
                 wanted.setdefault(mark.position, "branch")
@@ -350,6 +368,7 @@ class DensityPolicy:
 
     def _give_to_trunk(self, snapshot: Snapshot, record: Record) -> None:
         assert record.mark is not None
+        record.likely = None  # what others may ask for is now known to be asked for
         trunk = self._trunks.get(record.mark) or Trunk(mark=record.mark)
         trunk.snapshot = snapshot
         record.owner = trunk

@@ -14,7 +14,7 @@ from itertools import count, pairwise
 from math import exp, floor, log
 from typing import Literal
 
-WaitKind = Literal["tool", "text", "trunk", "suspended", "left"]
+WaitKind = Literal["tool", "text", "trunk", "branch", "suspended", "left"]
 ClassKey = tuple[WaitKind, int, int]
 
 NUM_BINS = 44
@@ -184,6 +184,7 @@ class ReturnForecast:
         if table is None:
             parent = self._kinds.get(kind)
             if parent is None:
-                parent = self._kinds[kind] = LifeTable(self._root)
+                # Hardly any prompt is ever left: what is learnt of those says nothing of who is away.
+                parent = self._kinds[kind] = LifeTable(None if kind == "branch" else self._root)
             table = self._classes[key] = LifeTable(parent)
         return table

@@ -42,7 +42,7 @@ class SnapshotPlanner:
     def _is_wanted(self, boundary: Boundary) -> bool:
         if boundary.kind == "declared":
             return self.policy.declared_boundaries
-        if boundary.kind == "branch":
+        if boundary.kind in ("branch", "likely_branch"):
             return self.policy.branch_snapshots
         return self.policy.template_boundaries or boundary.kind not in ("trunk", "turn_start", "turn_end")
 
