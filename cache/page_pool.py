@@ -16,6 +16,7 @@ class PagePool:
         self.num_usable = max(num_pages - 1, 0)
         self._references = np.zeros(max(num_pages, 1), np.int32)
         self._free = list(range(num_pages - 1, 0, -1))
+        self.max_used = 0  # most pages that were ever in use at once
 
     @property
     def num_free(self) -> int:
@@ -30,6 +31,7 @@ class PagePool:
         taken = self._free[-num_pages:]
         del self._free[-num_pages:]
         self._references[taken] = 1
+        self.max_used = max(self.max_used, self.num_usable - len(self._free))
         return taken
 
     def retain(self, page: int) -> None:

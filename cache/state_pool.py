@@ -14,6 +14,7 @@ class StatePool:
         self.num_usable = max(num_rows - 1, 0)
         self._references = [0] * max(num_rows, 1)
         self._free = list(range(num_rows - 1, 0, -1))
+        self.max_used = 0  # most rows that were ever in use at once
 
     @property
     def num_free(self) -> int:
@@ -25,6 +26,7 @@ class StatePool:
             raise RuntimeError("no state row is free")
         row = self._free.pop()
         self._references[row] = 1
+        self.max_used = max(self.max_used, self.num_usable - len(self._free))
         return row
 
     def retain(self, row: int) -> None:

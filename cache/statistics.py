@@ -60,9 +60,11 @@ class CacheStats:
     num_free_pages: int
     num_evictable_pages: int
     num_tree_pages: int
+    max_used_pages: int  # at once, since the cache was made
     num_rows: int
     num_free_rows: int
     num_evictable_rows: int
+    max_used_rows: int
     num_open_sequences: int
     num_conversations: int
     num_branches: int
@@ -88,9 +90,11 @@ class CacheStats:
                 "num_free_pages",
                 "num_evictable_pages",
                 "num_tree_pages",
+                "max_used_pages",
                 "num_rows",
                 "num_free_rows",
                 "num_evictable_rows",
+                "max_used_rows",
                 "num_open_sequences",
                 "num_conversations",
                 "num_branches",
@@ -127,9 +131,11 @@ def read_stats(
         num_free_pages=pages.num_free,
         num_evictable_pages=reclaimer.num_evictable_pages,
         num_tree_pages=reclaimer.tree.num_nodes if reclaimer.has_pages else 0,
+        max_used_pages=pages.max_used,
         num_rows=rows.num_usable,
         num_free_rows=rows.num_free,
         num_evictable_rows=reclaimer.num_evictable_rows,
+        max_used_rows=rows.max_used,
         num_open_sequences=num_open_sequences,
         num_conversations=retention.num_conversations,
         num_branches=retention.num_branches,

@@ -38,6 +38,7 @@ class TierSpace:
     def __init__(self, budget: TierBudget, size: Callable[[Record], int]) -> None:
         self.budget = budget
         self.used_bytes: dict[RecordKind, int] = {"pages": 0, "snapshot": 0}
+        self.max_used_bytes: dict[RecordKind, int] = {"pages": 0, "snapshot": 0}  # at once, ever
         self._size = size
         self._order: dict[RecordKind, OrderedDict[Record, None]] = {"pages": OrderedDict(), "snapshot": OrderedDict()}
 
@@ -59,6 +60,7 @@ class TierSpace:
         if record not in self._order[kind]:
             self._order[kind][record] = None
             self.used_bytes[kind] += self._size(record)
+            self.max_used_bytes[kind] = max(self.max_used_bytes[kind], self.used_bytes[kind])
 
     def discard(self, record: Record) -> None:
         kind = record.name.kind

@@ -162,6 +162,7 @@ class ColdTiers:
             for kind in ("pages", "snapshot"):
                 label = "page" if kind == "pages" else kind
                 values[f"tier_{name}_{label}_bytes"] = float(tier.used_bytes[kind])
+                values[f"tier_{name}_max_{label}_bytes"] = float(tier.max_used_bytes[kind])
                 values[f"tier_{name}_{label}_budget_bytes"] = float(tier.budget.of(kind))
                 values[f"tier_{name}_num_{label}_records"] = float(tier.num_records(kind))
         return values

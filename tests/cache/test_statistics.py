@@ -75,3 +75,25 @@ def test_the_counts_have_flat_names_for_the_stats_message() -> None:
     assert values["hits_by_alignment.aligned"] == 1
     assert values["num_reused_tokens"] == 20
     assert values["created_snapshots.turn_start"] == 1
+
+
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_the_most_that_was_in_use_at_once_is_remembered(kind: ModelKind) -> None:
+    driver = CacheDriver(kind)
+    before = driver.cache.stats()
+    assert (before.max_used_pages, before.max_used_rows) == (0, 0)
+    driver.turn(PROMPT, list(range(40, 50)), turn_start=20)
+    driver.turn([90, 91, 92], [93])
+    most = driver.cache.stats()
+    assert most.max_used_pages >= most.num_used_pages
+    assert most.max_used_rows >= most.num_used_rows
+    driver.cache.clear()
+    after = driver.cache.stats()
+    assert (after.num_used_pages, after.num_used_rows) == (0, 0)
+    assert (after.max_used_pages, after.max_used_rows) == (most.max_used_pages, most.max_used_rows)
+    assert after.max_used_pages == (0 if kind == "attention_free" else 9)
+    assert after.max_used_rows == (0 if kind == "attention_only" else 3)
+    assert {name: number for name, number in after.gauge_values().items() if name.startswith("max_")} == {
+        "max_used_pages": after.max_used_pages,
+        "max_used_rows": after.max_used_rows,
+    }

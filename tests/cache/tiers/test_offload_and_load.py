@@ -164,6 +164,7 @@ def test_a_tier_over_its_budget_drops_the_oldest_conversation_whole(tmp_path: Pa
     used = sum(path.stat().st_size for path in tmp_path.glob("*.pages"))
     assert used <= page_budget.page_bytes
     assert used == driver.tiers.index.disk.used_bytes["pages"]
+    assert driver.tiers.reading().gauges["tier_disk_max_page_bytes"] > used  # before the oldest went
     driver = TieredDriver(tmp_path, num_pages=200, num_rows=40, disk=page_budget, host=TierBudget(0, 0))
     found = [driver.bring([*(token + 1000 * salt for token in PROMPT), *ANSWER, 1]).num_tokens for salt in range(6)]
     assert found[0] == 0
