@@ -129,7 +129,7 @@ class Admission:
         if not cache.can_provide(num_pages + reserved_pages, int(cache.has_state), match):
             return False
         sequence = cache.open(
-            match, request.token_ids, conversation_id=request.conversation_id, retention_s=request.retention_s
+            match, request.token_ids, conversation_id=request.conversation_id, retention_s=request.kept_s
         )
         if sequence is None:
             return False

@@ -55,6 +55,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return has_penalty or self.repetition_penalty != 1.0 or self.grammar is not None
 
 
+URGENT_RETENTION_S = 300.0  # as long as clients' prompt caches usually keep what is not used
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The live object; it never leaves the engine. Compared by identity."""
@@ -102,6 +105,12 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Order of service: the smallest goes first, and never has to give way to another."""
         return (self.priority, self.arrival_number)
+
+    @property
+    def kept_s(self) -> float:
+        """For how long its cache should stay. Who goes before others (a priority below 0) asks for that too, so that a
+        flood of requests that can wait does not take the memory of one that must not; the cache bounds all wishes."""
+        return max(self.retention_s, URGENT_RETENTION_S if self.priority < 0 else 0.0)
 
     @property
     def max_computed_tokens(self) -> int:

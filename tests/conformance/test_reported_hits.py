@@ -2,7 +2,8 @@
 
 5 hits that depend on concurrency; 18 prompts of some lengths that are never restored; 19 states erased although there
 is room; 26 late turns that hit less than early ones; 47 rows lost by requests that match and are not admitted;
-53 a footprint of each request; 55 bytes charged and bytes taken; 62 many conversations at once. What other tests show
+53 a footprint of each request; 55 bytes charged and bytes taken; 62 many conversations at once; 65 priorities that
+eviction does not know. What other tests show
 stands in cache_requirements.toml.
 """
 
@@ -146,3 +147,24 @@ def test_11_the_counter_is_the_sum_of_what_requests_were_told(kind: TinyKind) ->
     counters = bench.loop.stats().counters
     assert told > 0
     assert counters["cache_num_reused_tokens"] == counters["num_cached_tokens"] == told
+
+
+@pytest.mark.parametrize(("priority", "num_cached"), [(0, 0), (-1, 38)])
+def test_65_a_flood_of_requests_that_can_wait_leaves_urgent_ones_their_prefixes(priority: int, num_cached: int) -> None:
+    bench = make_bench(num_pages=513, num_state_rows=17)
+
+    def ask(name: str, token_ids: list[int], priority: int) -> None:
+        conversation_id, _, _ = name.partition(".")
+        boundaries = [(38, "turn_start")]
+        bench.scheduler.submit(
+            make_request(name, token_ids, boundaries=boundaries, conversation_id=conversation_id, priority=priority)
+        )
+        bench.run()
+
+    prompt = list(make_request("x", 40).token_ids)
+    ask("urgent.1", prompt, priority)
+    for number in range(40):
+        ask(f"flood{number}", list(make_request("x", 40, salt=number + 1).token_ids), 0)
+    ask("urgent.2", [*prompt, 7, 8], priority)
+    assert bench.finished()["urgent.2"].num_cached_tokens == num_cached
+    bench.cache.check()
