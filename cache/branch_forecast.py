@@ -83,6 +83,9 @@ class BranchForecast:
             self._num_exposed[zone.key] += 1
         if self._num_prompts > MAX_PROMPTS:
             self._forget_half()
+        before = self._waiting.pop(line.number, None)
+        if before is not None:  # the line was rewritten from its start: nobody will leave what it began with
+            self._returns.give_up(before)
         self._returns.wait(prompt, "branch", now_s)
         self._waiting[line.number] = prompt
         if len(self._waiting) > MAX_WAITING:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.cache.test_density import SPEC, Bench
 
-from turnkeep.cache.branch_forecast import EXPORT_TOKENS, BranchForecast, LikelyBranch
+from turnkeep.cache.branch_forecast import EXPORT_TOKENS, BranchForecast, FirstPrompt, LikelyBranch
 from turnkeep.cache.lines import Line
 from turnkeep.cache.prefill_cost import PrefillCost
 from turnkeep.cache.prefix_match import MIN_BRANCH_TOKENS
@@ -120,6 +120,15 @@ def test_prompts_that_nobody_leaves_say_nothing_of_conversations() -> None:
         for _ in returns.advance(1e6):
             pass
     assert returns.first_index("text") == before
+
+
+def test_a_line_that_begins_again_waits_with_its_new_prompt_alone() -> None:
+    returns = ReturnForecast()
+    forecast = BranchForecast(PAGE, PrefillCost(), returns)
+    line = Line(number=1)
+    forecast.opened(line, 0, 4000, 0.0)
+    forecast.opened(line, 0, 2000, 1.0)
+    assert [waiter.end for waiter in returns.advance(2.5) if isinstance(waiter, FirstPrompt)] == [2000]
 
 
 def test_the_second_use_of_a_long_prompt_resumes_inside_it() -> None:
