@@ -129,12 +129,13 @@ class LocalHandle:
                 self._receive_start_event(event)
 
     def _receive_stats(self, stats: Stats) -> None:
-        self._stats = stats
+        if stats.reading >= self._stats.reading:  # what a heartbeat repeats can be older than an answer before it
+            self._stats = stats
         if stats.requested:
             waiters, self._stats_waiters = self._stats_waiters, []
             for waiter in waiters:
                 if not waiter.done():
-                    waiter.set_result(stats)
+                    waiter.set_result(self._stats)
 
     def _receive_start_event(self, event: Ready | Loading | Failed) -> None:
         if isinstance(event, Loading):

@@ -69,6 +69,7 @@ class EngineLoop:
         self._clock = clock
         self._num_failed_in_a_row = 0
         self._step_seconds = 0.0
+        self._num_readings = 0
         self._next_stats_s = clock()
         self._is_shut_down = False
 
@@ -131,7 +132,8 @@ class EngineLoop:
 
     def stats(self, *, requested: bool = False) -> Stats:
         """Counters and gauges as of now."""
-        return gather_stats(self._scheduler, self._step_seconds, requested=requested)
+        self._num_readings += 1
+        return gather_stats(self._scheduler, self._step_seconds, requested=requested, reading=self._num_readings)
 
     def _submit(self, message: Submit) -> None:
         try:

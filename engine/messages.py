@@ -175,6 +175,7 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True, omit_defaults=True):
     gauges: dict[str, float] = {}
     counters: dict[str, float] = {}  # monotonic since the engine started
     requested: bool = False  # the answer to a ReadStats, not a heartbeat
+    reading: int = 0  # how many there were of this engine: a heartbeat repeats what may be older than the last answer
 
 
 ToEngine = Submit | Abort | Stop | EndTurn | Prepare | CloseConversation | Expect | ReadStats | Shutdown

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _GAUGES = ("num_running", "num_waiting", "num_suspended")
 
 
-def gather_stats(scheduler: Scheduler, step_seconds: float, *, requested: bool) -> Stats:
+def gather_stats(scheduler: Scheduler, step_seconds: float, *, requested: bool, reading: int) -> Stats:
     """One Stats message as of now. Cache values are named `cache_...`, the scheduler's by their own names."""
     own = scheduler.stats()
     cache = scheduler.cache_stats()
@@ -35,6 +35,7 @@ def gather_stats(scheduler: Scheduler, step_seconds: float, *, requested: bool) 
         gauges=gauges,
         counters=counters,
         requested=requested,
+        reading=reading,
     )
 
 

@@ -166,3 +166,15 @@ async def test_an_engine_that_dies_ends_its_requests(caplog: pytest.LogCaptureFi
     assert "the loop broke" in str(events[-1].message)
     assert not handle.alive
     await handle.close()
+
+
+async def test_a_heartbeat_that_comes_late_does_not_bring_old_numbers_back(engine: EngineHandle) -> None:
+    older = await engine.read_stats()
+    await collect(engine, "r")
+    newer = await engine.read_stats()
+    assert newer.counters["num_generated_tokens"] > older.counters["num_generated_tokens"]
+    assert isinstance(engine, InProcessEngine)
+    engine._deliver([older])
+    assert engine.stats() is newer
+    engine._deliver([newer])  # a heartbeat repeats it
+    assert engine.stats() is newer
