@@ -32,10 +32,7 @@ def read_chunk(chunk: dict[str, Any], answer: PartialAnswer) -> None:
     """Add a chunk to the answer."""
     usage = chunk.get("usage")
     if usage:
-        answer.num_prompt_tokens = usage.get("prompt_tokens") or 0
-        answer.num_generated_tokens = usage.get("completion_tokens") or 0
-        answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        answer.cache = usage.get("x_cache") or answer.cache
+        answer.read_usage(usage, "prompt", "completion")
     for choice in chunk.get("choices") or ():
         if choice.get("index", 0) != 0:
             continue

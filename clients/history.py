@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from turnkeep.clients.errors import PrefixBroken
@@ -146,8 +146,9 @@ def answer_message(turn: Turn) -> Message:
 
 
 def stats_of(record: TurnRecord) -> TurnStats:
-    """The statistics of a turn of the history."""
-    return TurnStats(**record.stats)
+    """The statistics of a turn of the history. A file of another version may have more or fewer of them."""
+    values = {one.name: record.stats[one.name] for one in fields(TurnStats) if one.name in record.stats}
+    return TurnStats(**{**values, "accepted_by_depth": tuple(values.get("accepted_by_depth", ()))})
 
 
 def _canonical(value: Any) -> bytes:

@@ -21,7 +21,21 @@ class PartialAnswer:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
-    cache: dict[str, Any] | None = None
+    lost_tokens: dict[str, int] = field(default_factory=dict)
+    num_drafted_tokens: int = 0
+    accepted_by_depth: tuple[int, ...] = ()
+
+    def read_usage(self, usage: dict[str, Any], prompt: str, output: str) -> None:
+        """What it has cost; the transports count the same things under names of their own."""
+        self.num_prompt_tokens = usage.get(f"{prompt}_tokens") or 0
+        self.num_generated_tokens = usage.get(f"{output}_tokens") or 0
+        details = usage.get(f"{prompt}_tokens_details") or {}
+        self.num_cached_tokens = details.get("cached_tokens") or 0
+        self.lost_tokens = details.get("lost_tokens") or {}
+        details = usage.get(f"{output}_tokens_details") or {}
+        drafted = (details.get(f"{kind}_prediction_tokens") or 0 for kind in ("accepted", "rejected"))
+        self.num_drafted_tokens = sum(drafted)
+        self.accepted_by_depth = tuple(details.get("accepted_by_depth") or ())
 
     def add_text(self, text: str) -> None:
         self.text += text

@@ -44,11 +44,7 @@ def read_event(event: dict[str, Any], answer: PartialAnswer) -> None:
 
 
 def _read_response(response: dict[str, Any], answer: PartialAnswer) -> None:
-    usage = response.get("usage") or {}
-    answer.num_prompt_tokens = usage.get("input_tokens") or 0
-    answer.num_generated_tokens = usage.get("output_tokens") or 0
-    answer.num_cached_tokens = (usage.get("input_tokens_details") or {}).get("cached_tokens") or 0
-    answer.cache = usage.get("x_cache") or answer.cache
+    answer.read_usage(response.get("usage") or {}, "input", "output")
     answer.response_id = response["id"]
     answer.items = response["output"]
     calls = [item for item in response["output"] if item["type"] == "function_call"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,10 @@ TurnEvent = TextDelta | ReasoningDelta | ToolCall | TurnRestarted
 class TurnStats:
     """What a turn has cost, as the server reports it.
 
-    num_cached_tokens: of the prompt, those the server did not compute again. time_to_first_token_s counts from the
-    first attempt; num_attempts: requests sent for it. cache: the server's cache report of the turn, where it gives one.
+    num_cached_tokens: of the prompt, those the server did not compute again; lost_tokens: those that it had computed
+    before and computed again, by why. num_drafted_tokens: proposed ahead of the model and verified by it, of which
+    accepted_by_depth were right one token ahead, two, and so on. time_to_first_token_s counts from the first attempt;
+    num_attempts: requests sent for it.
     """
 
     num_prompt_tokens: int = 0
@@ -52,7 +53,9 @@ class TurnStats:
     duration_s: float = 0.0
     num_attempts: int = 1
     transport: str = "chat"
-    cache: dict[str, Any] | None = None
+    lost_tokens: dict[str, int] = field(default_factory=dict)
+    num_drafted_tokens: int = 0
+    accepted_by_depth: tuple[int, ...] = ()
 
     @property
     def num_computed_tokens(self) -> int:

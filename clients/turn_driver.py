@@ -161,7 +161,9 @@ class TurnDriver:
                 duration_s=now - self._started_s,
                 num_attempts=self._num_attempts,
                 transport=self.transport,
-                cache=answer.cache,
+                lost_tokens=answer.lost_tokens,
+                num_drafted_tokens=answer.num_drafted_tokens,
+                accepted_by_depth=answer.accepted_by_depth,
             ),
         )
 

@@ -21,6 +21,7 @@ from turnkeep.server.turn_events import (
     TurnStarted,
     Usage,
 )
+from turnkeep.server.usage_details import draft_details, loss_details
 
 
 @dataclass(frozen=True)
@@ -44,23 +45,12 @@ class AnswerFrame:
 
 
 def usage_dict(usage: Usage) -> dict[str, Any]:
-    """Where tokens were computed again, lost_tokens (ours) says how many and why. Where some were drafted, predictions
-    are drafts, and accepted_by_depth (ours) says how many were right of those one token ahead, two, and so on."""
-    details: dict[str, Any] = {"cached_tokens": usage.num_cached_tokens}
-    if usage.lost_tokens:
-        details["lost_tokens"] = dict(usage.lost_tokens)
-    output: dict[str, Any] = {"reasoning_tokens": usage.num_reasoning_tokens}
-    if usage.num_drafted_tokens:
-        num_accepted = sum(usage.accepted_by_depth)
-        output["accepted_prediction_tokens"] = num_accepted
-        output["rejected_prediction_tokens"] = usage.num_drafted_tokens - num_accepted
-        output["accepted_by_depth"] = list(usage.accepted_by_depth)
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": details,
-        "completion_tokens_details": output,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens, **loss_details(usage)},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens, **draft_details(usage)},
     }
 
 
@@ -190,7 +180,7 @@ class AnswerCollector:
             self.choices[event.index].add(event)
         else:
             self.choices[event.index].reason = event.reason
-            self.usage.add(event)
+            self.usage.add(event, is_first_of_prompt=event.index == 0)
 
     def body(self, frame: AnswerFrame, *, logprobs: bool, token_ids: bool) -> dict[str, Any]:
         choices = []

@@ -99,7 +99,7 @@ class ChatStream:
                 if chunk is not None:
                     chunks.append(chunk)
             else:
-                self._usage.add(event)
+                self._usage.add(event, is_first_of_prompt=event.index == 0)
                 chunks.append(self._builder.ended(event))
         return b"".join(map(self._encode, chunks))
 

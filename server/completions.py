@@ -157,7 +157,7 @@ class CompletionEvents:
         progress.is_begun = True
         progress.num_chars += len(text)
         if isinstance(event, ChoiceEnded):
-            self._count(event)
+            self.usage.add(event, is_first_of_prompt=event.index % self._num_choices == 0)
             progress.reason = event.reason
             return self._chunk(event.index, text, None, event.reason, [])
         logprobs = self._logprobs(progress, event.logprobs) if event.logprobs else None
@@ -183,13 +183,6 @@ class CompletionEvents:
 
     def usage_chunk(self) -> dict[str, Any]:
         return {**self._frame.build("text_completion", []), "usage": usage_dict(self.usage)}
-
-    def _count(self, ended: ChoiceEnded) -> None:
-        if ended.index % self._num_choices == 0:  # the choices of one prompt share it
-            self.usage.num_prompt_tokens += ended.num_prompt_tokens
-            self.usage.num_cached_tokens += ended.num_cached_tokens
-        self.usage.num_output_tokens += ended.num_output_tokens
-        self.usage.add_drafts(ended)
 
     def _chunk(
         self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, token_ids: list[int]

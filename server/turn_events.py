@@ -5,6 +5,7 @@ chat_service produces these; the shapes (chat_answers, later others) turn them i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -90,7 +91,7 @@ TurnEvent = TurnStarted | TurnDelta | ChoiceEnded
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of a turn: the prompt once, the output of all choices."""
+    """Token counts of an answer: each prompt once, the output of all choices."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -100,17 +101,14 @@ class Usage:
     num_drafted_tokens: int = 0
     accepted_by_depth: tuple[int, ...] = ()
 
-    def add(self, ended: ChoiceEnded) -> None:
-        # The choices share one prompt: it is counted once, with what the first choice could reuse.
-        if ended.index == 0:
-            self.num_prompt_tokens = ended.num_prompt_tokens
-            self.num_cached_tokens = ended.num_cached_tokens
-            self.lost_tokens = ended.lost_tokens
+    def add(self, ended: ChoiceEnded, *, is_first_of_prompt: bool) -> None:
+        """The choices of one prompt share it: it is counted once, with what the first of them could reuse."""
+        if is_first_of_prompt:
+            self.num_prompt_tokens += ended.num_prompt_tokens
+            self.num_cached_tokens += ended.num_cached_tokens
+            self.lost_tokens = Counter(self.lost_tokens) + Counter(ended.lost_tokens)
         self.num_output_tokens += ended.num_output_tokens
         self.num_reasoning_tokens += ended.num_reasoning_tokens
-        self.add_drafts(ended)
-
-    def add_drafts(self, ended: ChoiceEnded) -> None:
         self.num_drafted_tokens += ended.num_drafted_tokens
         both = zip_longest(self.accepted_by_depth, ended.accepted_by_depth, fillvalue=0)
         self.accepted_by_depth = tuple(left + right for left, right in both)

@@ -22,6 +22,7 @@ from turnkeep.server.turn_events import (
     TurnStarted,
     num_written_tokens,
 )
+from turnkeep.server.usage_details import draft_details, loss_details
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -125,9 +126,13 @@ class MessageEvents:
             "stop_reason": "stop_sequence" if is_sequence else STOP_REASONS[ended.reason],
             "stop_sequence": ended.stop_string if is_sequence else None,
         }
-        usage = usage_dict(
-            ended.num_prompt_tokens, ended.num_cached_tokens, ended.num_output_tokens, ended.num_declared_tokens
-        )
+        usage: dict[str, Any] = {
+            **usage_dict(
+                ended.num_prompt_tokens, ended.num_cached_tokens, ended.num_output_tokens, ended.num_declared_tokens
+            ),
+            **loss_details(ended),
+            "output_tokens_details": {"thinking_tokens": ended.num_reasoning_tokens, **draft_details(ended)},
+        }
         return [
             *self._close(),
             {"type": "message_delta", "delta": delta, "usage": usage},

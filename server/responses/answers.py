@@ -26,6 +26,7 @@ from turnkeep.server.turn_events import (
     num_written_tokens,
 )
 from turnkeep.server.turn_request import SamplingDefaults
+from turnkeep.server.usage_details import draft_details, loss_details
 
 Event = dict[str, Any]
 ItemStatus = Literal["completed", "incomplete"]
@@ -325,9 +326,10 @@ def usage_dict(ended: ChoiceEnded) -> dict[str, Any]:
         "input_tokens_details": {
             "cached_tokens": ended.num_cached_tokens,
             "cache_write_tokens": num_written_tokens(ended.num_cached_tokens, ended.num_declared_tokens),
+            **loss_details(ended),
         },
         "output_tokens": ended.num_output_tokens,
-        "output_tokens_details": {"reasoning_tokens": ended.num_reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": ended.num_reasoning_tokens, **draft_details(ended)},
         "total_tokens": ended.num_prompt_tokens + ended.num_output_tokens,
     }
 

@@ -140,6 +140,22 @@ async def test_a_saved_conversation_goes_on_elsewhere(text_model: TextModel, twi
             client.load_conversation('{"history": 3}')
 
 
+async def test_what_was_drafted_and_lost_is_told_and_saved(text_model: TextModel, twin: Twin, transport: str) -> None:
+    counts: dict[str, Any] = {"num_draft_nodes": 9, "accepted_by_depth": (4, 2), "num_lost_tokens": 5}
+    script = saying(text_model, "One.", **counts, loss_reason="evicted")
+    async with live_server(script, text_model=text_model) as server:
+        client = twin.client(server.url)
+        conversation = await twin.call(client.conversation, transport=transport)
+        stats = (await twin.call(conversation.send, "First")).stats
+        assert (stats.num_drafted_tokens, stats.accepted_by_depth) == (9, (4, 2))
+        assert stats.lost_tokens == {"evicted": 5}
+        saved = json.loads(conversation.to_json())
+        assert client.load_conversation(json.dumps(saved)).stats == [stats]
+        saved["history"]["turns"][0]["stats"] = {"num_prompt_tokens": 7, "of_another_version": 1}
+        (older,) = client.load_conversation(json.dumps(saved)).stats
+        assert (older.num_prompt_tokens, older.accepted_by_depth) == (7, ())
+
+
 async def test_other_tools_are_a_broken_prefix(text_model: TextModel, twin: Twin) -> None:
     async with live_server(in_turn(text_model, "One.", "Two."), text_model=text_model) as server:
         client = twin.client(server.url)

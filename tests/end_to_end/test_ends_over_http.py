@@ -75,3 +75,33 @@ def test_the_turn_after_an_end_inside_an_accepted_path_computes_its_new_tokens(d
             assert ended.num_computed_again <= SLACK_TOKENS, end
             num_accepted += ended.num_accepted_tokens
     assert num_accepted > 0
+
+
+def test_every_api_counts_the_drafts_of_its_answer_as_the_engine_does(demo_server: Server) -> None:
+    question = [{"role": "user", "content": "Hello! What can you do?"}]
+    same = {"model": "demo", "temperature": 0}
+    num_accepted = 0
+    for path, body in {
+        "/v1/chat/completions": {"messages": [SYSTEM, *question]},
+        "/v1/responses": {"instructions": SYSTEM["content"], "input": question, "store": False},
+        "/v1/messages": {"system": SYSTEM["content"], "messages": question, "max_tokens": 200},
+    }.items():
+        before = accepted_by_depth(demo_server)
+        told: list[int] = [0] * len(before)
+        for _ in range(3):  # how much is drafted is decided by what steps cost and gave before
+            status, answer = demo_server.post(path, same | body)
+            assert status == 200, answer
+            usage = answer["usage"]
+            details = usage.get("completion_tokens_details") or usage.get("output_tokens_details")
+            for depth, number in enumerate(details.get("accepted_by_depth", ())):
+                told[depth] += number
+        counted = accepted_by_depth(demo_server)
+        assert told == [now - then for now, then in zip(counted, before, strict=True)], path
+        num_accepted += sum(told)
+    assert num_accepted > 0
+
+
+def accepted_by_depth(server: Server) -> list[int]:
+    values = server.metrics()
+    names = [f"turnkeep_engine_draft_accepted_nodes_{depth}_total" for depth in range(1, 8)]
+    return [int(values.get(name, 0)) for name in names]

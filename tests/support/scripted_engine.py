@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from turnkeep.cache.loss_reason import LossReason
 from turnkeep.engine.local_handle import EngineStartError, LocalHandle
 from turnkeep.engine.messages import (
     Abort,
@@ -40,6 +41,10 @@ class Script:
     refuse: str | None = None  # end at once with this message
     is_endless: bool = False  # repeat the tokens until aborted or stopped
     tokens_per_event: int = 1
+    num_lost_tokens: int = 0
+    loss_reason: LossReason = "none"
+    num_draft_nodes: int = 0
+    accepted_by_depth: tuple[int, ...] = ()
 
 
 Director = Callable[[Submit], Script]
@@ -153,7 +158,8 @@ class ScriptedEngine(LocalHandle):
             return
         if script.admit is not None:
             await script.admit.wait()
-        self._emit(Admitted(submit.request_id, script.num_cached_tokens, script.num_cached_tokens))
+        num_cached, num_lost = script.num_cached_tokens, script.num_lost_tokens
+        self._emit(Admitted(submit.request_id, num_cached, num_cached, num_lost, script.loss_reason))
         sampling, num_output, pending = submit.sampling, 0, list[int]()
         reason: FinishReason = "length"
         while num_output < sampling.max_new_tokens:
@@ -197,6 +203,8 @@ class ScriptedEngine(LocalHandle):
                 num_cached_tokens=script.num_cached_tokens,
                 num_output_tokens=num_output,
                 message=message,
+                num_draft_nodes=script.num_draft_nodes,
+                accepted_by_depth=script.accepted_by_depth,
             )
         )
         self._notify()

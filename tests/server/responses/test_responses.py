@@ -168,7 +168,8 @@ async def test_fields_reach_the_engine_and_are_repeated(text_model: TextModel) -
         "top_logprobs": 2, "parallel_tool_calls": False, "truncation": "auto", "text": {"verbosity": "low"},
         "reasoning": {"effort": "low"}, "service_tier": "auto", "client_metadata": {"unknown": 1}, "user": "u",
     }  # fmt: skip
-    async with live_server(saying(text_model, "<think>a b</think>c d"), text_model=text_model) as server:
+    script = saying(text_model, "<think>a b</think>c d", num_cached_tokens=3)  # the whole prompt: nothing is lost
+    async with live_server(script, text_model=text_model) as server:
         status, answer = await server.post(body, RESPONSES)
         submit = server.engine.submitted[0]
         streamed = check_events(await stream(server, body))
