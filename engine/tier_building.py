@@ -21,11 +21,12 @@ from turnkeep.cache.spec import CacheSpec
 from turnkeep.cache.tiers.background import BackgroundThread
 from turnkeep.cache.tiers.cold_tiers import NO_BUDGET, ColdTiers
 from turnkeep.cache.tiers.config import TierConfig
-from turnkeep.cache.tiers.disk_tier import DiskTier, DiskTierError, layout_folder, lock_folder, trim_other_layouts
+from turnkeep.cache.tiers.disk_tier import DiskTier
 from turnkeep.cache.tiers.pool_content import PoolContent
 from turnkeep.cache.tiers.record import TierBudget
 from turnkeep.cache.tiers.record_files import FORMAT_VERSION
 from turnkeep.cache.tiers.row_codec import RowCodec
+from turnkeep.cache.tiers.shared_folder import DiskTierError, FolderShare, held_bytes, layout_folder, lock_folder
 from turnkeep.cache.tiers.tier_counters import TierCounters
 from turnkeep.engine.environment import available_memory_bytes
 from turnkeep.engine.sizing import MIB, SNAPSHOTS_PER_CONVERSATION, TYPICAL_TOKENS
@@ -72,10 +73,12 @@ def build_tiers(
         try:
             folder = layout_folder(base, layout)
             lock = lock_folder(folder)
-            disk_budget = _budget(spec, _disk_bytes(config, folder), config.disk_snapshot_bytes)
-            trim_other_layouts(base, folder, disk_budget.num_bytes)
+            disk_budget = _budget(spec, _disk_bytes(config, base), config.disk_snapshot_bytes)
+            share = FolderShare(base, folder, disk_budget.num_bytes)
             codec = RowCodec(pool.row_parts) if config.int8_snapshots else None
-            disk = DiskTier(folder, layout, background, counters, clock=time.monotonic, codec=codec, lock=lock)
+            disk = DiskTier(
+                folder, layout, background, counters, clock=time.monotonic, codec=codec, lock=lock, share=share
+            )
         except (DiskTierError, OSError) as error:
             notices.append(f"no disk cache, conversations will not survive a restart: {error}")
             disk_budget = NO_BUDGET
@@ -124,11 +127,10 @@ def default_host_bytes(device_bytes: int, *, has_accelerator: bool, has_disk: bo
     return min(int(device_bytes * CPU_HOST_SHARE), MAX_CPU_HOST_BYTES) if has_disk else 0
 
 
-def _disk_bytes(config: TierConfig, folder: Path) -> int:
+def _disk_bytes(config: TierConfig, base: Path) -> int:
     if config.disk_bytes is not None:
         return config.disk_bytes
-    held = sum(path.stat().st_size for path in folder.iterdir())
-    return int(min((shutil.disk_usage(folder).free + held) * DEFAULT_DISK_SHARE, MAX_DEFAULT_DISK_BYTES))
+    return int(min((shutil.disk_usage(base).free + held_bytes(base)) * DEFAULT_DISK_SHARE, MAX_DEFAULT_DISK_BYTES))
 
 
 def _budget(spec: CacheSpec, num_bytes: int, num_snapshot_bytes: int | None) -> TierBudget:

@@ -52,6 +52,10 @@ class TierSpace:
         for order in self._order.values():
             yield from order
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.used_bytes.values())
+
     def num_records(self, kind: RecordKind) -> int:
         return len(self._order[kind])
 

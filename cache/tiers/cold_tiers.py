@@ -27,6 +27,7 @@ from turnkeep.cache.tiers.tier_counters import TierCounters, TierReading
 log = logging.getLogger(__name__)
 
 NO_BUDGET = TierBudget(0, 0)
+LOOK_PERIOD_S = 5.0  # between two looks at what other engines hold of the same disk budget
 WAIT_S = 0.005  # for a read, while nothing runs: messages wait no longer than this
 
 
@@ -46,7 +47,10 @@ class ColdTiers:
         disk_budget: TierBudget = NO_BUDGET,
         disk: DiskTier | None = None,
     ) -> None:
-        """layout: digest of everything that defines the bytes. Reads the names of what `disk` holds already."""
+        """layout: digest of everything that defines the bytes. Reads the names of what `disk` holds already.
+
+        disk_budget: of the whole folder; while other engines use it too, a part of it is for this one.
+        """
         self.counters = counters
         self.index = ColdIndex(
             spec.page_size,
@@ -61,6 +65,9 @@ class ColdTiers:
         self._pool = pool
         self._background = background
         self._disk = disk
+        self._disk_budget = disk_budget
+        self._clock = clock
+        self._next_look_s = clock() + LOOK_PERIOD_S
         self.offloader = Offloader(
             layout,
             spec.page_size,
@@ -120,6 +127,10 @@ class ColdTiers:
     def poll(self) -> bool:
         """Take over what has ended in the background. True when a load has: who waits should look again."""
         self._background.poll()
+        share = None if self._disk is None else self._disk.share
+        if share is not None and self._clock() >= self._next_look_s:
+            self._next_look_s = self._clock() + LOOK_PERIOD_S
+            self._background.submit(share.look, self._take_share)
         return self.loader.take_num_ended() > 0
 
     def use_idle_time(self, *, is_awaited: bool) -> bool:
@@ -158,6 +169,8 @@ class ColdTiers:
 
     def _gauges(self) -> dict[str, float]:
         values: dict[str, float] = {"tier_num_unwritten": float(self.offloader.num_unwritten)}
+        if self._disk is not None and self._disk.share is not None:
+            values["tier_disk_other_bytes"] = float(self._disk.share.num_other_bytes)
         for name, tier in (("host", self.index.host), ("disk", self.index.disk)):
             for kind in ("pages", "snapshot"):
                 label = "page" if kind == "pages" else kind
@@ -166,6 +179,12 @@ class ColdTiers:
                 values[f"tier_{name}_{label}_budget_bytes"] = float(tier.budget.of(kind))
                 values[f"tier_{name}_num_{label}_records"] = float(tier.num_records(kind))
         return values
+
+    def _take_share(self, num_bytes: int | BaseException) -> None:
+        """So much of the folder may be ours until the next look."""
+        if isinstance(num_bytes, int):
+            self.index.disk.budget = self._disk_budget.within(num_bytes)
+            self.index.enforce_budgets()
 
     def _erase(self, record: Record) -> None:
         if self._disk is not None:
@@ -193,5 +212,9 @@ class ColdTiers:
             is_useless = self._spec.state is not None and record.name.kind == "pages" and not record.users
             if is_useless and record.is_attached:
                 self.index.remove(record)
-        self.index.enforce_budgets()
+        if disk.share is None:
+            self.index.enforce_budgets()
+        else:
+            self._take_share(disk.share.look())
+            disk.share.make_room(self.index.disk.num_bytes)
         log.info("%d records found on disk, %d without what they need", len(records), num_orphans)

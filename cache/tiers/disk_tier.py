@@ -1,14 +1,12 @@
-"""The disk tier's folder: who may use it, and its reads, writes and erasures, each done in the background.
+"""The disk tier's files: reads, writes and erasures, each done in the background.
 
-One engine at a time uses the folder of a layout (a lock that dies with its process). After a failed write nothing is
-written for a while; reads go on.
+One engine at a time uses the folder of a layout (shared_folder.py). After a failed write nothing is written for a
+while; reads go on.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +16,6 @@ from pathlib import Path
 from turnkeep.cache.tiers.background import Background
 from turnkeep.cache.tiers.record import Bytes, Record, RecordName
 from turnkeep.cache.tiers.record_files import (
-    TEMPORARY,
     FoundFile,
     RecordFileError,
     file_bytes,
@@ -28,76 +25,10 @@ from turnkeep.cache.tiers.record_files import (
     write_record,
 )
 from turnkeep.cache.tiers.row_codec import RowCodec
+from turnkeep.cache.tiers.shared_folder import FolderShare
 from turnkeep.cache.tiers.tier_counters import TierCounters
 
-LOCK_NAME = "lock"
-LAYOUT_NAME = re.compile(r"[0-9a-f]{32}")
-OWN_SUFFIXES = (".pages", ".snapshot", TEMPORARY)
-LOCK_TIMEOUT_S = 2.5  # a process that was killed may take a moment to be gone
 PAUSE_AFTER_FAILURE_S = 60.0
-
-
-class DiskTierError(Exception):
-    """The folder cannot be used; the message says why."""
-
-
-def layout_folder(base: Path, layout: bytes) -> Path:
-    """Where the records of one layout lie."""
-    return base / layout.hex()[:32]
-
-
-def lock_folder(folder: Path, timeout_s: float = LOCK_TIMEOUT_S) -> int:
-    """Make the folder and take it for this process; the descriptor is the lock. Raises DiskTierError."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise DiskTierError(f"{folder} cannot be used: {error.strerror}") from None
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline_s:
-                os.close(descriptor)
-                raise DiskTierError(f"{folder} is in use by another engine") from None
-            time.sleep(0.05)
-        except OSError as error:
-            os.close(descriptor)
-            raise DiskTierError(f"{folder} cannot be locked: {error.strerror}") from None
-        else:
-            return descriptor
-
-
-def trim_other_layouts(base: Path, kept: Path, max_bytes: int) -> int:
-    """Remove folders of other layouts, longest unused first, until they hold at most max_bytes. Returns how many.
-
-    One that an engine uses now stays.
-    """
-    found: list[tuple[float, int, Path]] = []
-    with suppress(OSError):
-        for folder in base.iterdir():
-            if folder != kept and LAYOUT_NAME.fullmatch(folder.name) and (folder / LOCK_NAME).is_file():
-                files = [entry.stat() for entry in os.scandir(folder)]
-                found.append((max(file.st_mtime for file in files), sum(file.st_size for file in files), folder))
-    num_bytes = sum(size for _, size, _ in found)
-    num_removed = 0
-    for _, size, folder in sorted(found):
-        if num_bytes <= max_bytes:
-            break
-        with suppress(DiskTierError, OSError):
-            descriptor = lock_folder(folder, timeout_s=0.0)
-            try:
-                for path in folder.iterdir():
-                    if path.suffix in OWN_SUFFIXES or path.name == LOCK_NAME:
-                        path.unlink()
-                num_bytes -= size
-                num_removed += 1
-                folder.rmdir()  # fails where somebody else keeps something in it
-            finally:
-                os.close(descriptor)
-    return num_removed
 
 
 class DiskTier:
@@ -113,8 +44,9 @@ class DiskTier:
         clock: Callable[[], float],
         codec: RowCodec | None = None,
         lock: int | None = None,
+        share: FolderShare | None = None,
     ) -> None:
-        """lock: what `lock_folder` gave for the folder; given back by `close`."""
+        """lock: what `lock_folder` gave for the folder; given back by `close`. share: who else uses its parent."""
         self.backlog_bytes = 0  # in host memory, waiting to be written
         self._folder = folder
         self._layout = layout
@@ -123,6 +55,7 @@ class DiskTier:
         self._clock = clock
         self._codec = codec
         self._lock = lock
+        self.share = share
         self._next_write_s = clock()
 
     @property
@@ -155,8 +88,8 @@ class DiskTier:
         found.sort(key=lambda file: file.used_s)
         return found
 
-    def write(self, record: Record, done: Callable[[bool], None]) -> None:
-        """Write a record's content; `done` is told whether it is on disk now."""
+    def write(self, record: Record, done: Callable[[bool], None], *, num_held_bytes: int) -> None:
+        """Write a record's content; `done` is told whether it is on disk now. num_held_bytes: of all files, with it."""
         content, name, num_bytes = record.data, record.name, record.num_bytes
         assert content is not None
         self.backlog_bytes += num_bytes
@@ -164,6 +97,8 @@ class DiskTier:
         def work() -> None:
             is_encoded = self._codec is not None and name.kind == "snapshot"
             body = self._codec.encode(content) if self._codec is not None and is_encoded else content
+            if self.share is not None:
+                self.share.make_room(num_held_bytes)
             write_record(self._folder, self._layout, name, body)
 
         def ended(result: BaseException | None) -> None:
@@ -200,6 +135,18 @@ class DiskTier:
                 done(result)
 
         self._background.submit(work, ended, is_urgent=True)
+
+    def touch(self, record: Record) -> None:
+        """It was used: the order of use survives a restart. What it needs is older for nobody than what needs it."""
+        paths = [self._folder / file_name(one.name) for one in reversed(record.chain())]
+
+        def work() -> None:
+            now_ns = time.time_ns()
+            for number, path in enumerate(paths):
+                with suppress(OSError):  # it was erased since, or is not written
+                    os.utime(path, ns=(now_ns + number, now_ns + number))
+
+        self._background.submit(work, lambda _: None)
 
     def close(self) -> None:
         """Let another engine have the folder. Nothing may be asked of it afterwards."""

@@ -112,7 +112,7 @@ class Loader:
         load = Load(key, arrival, cold.records, tier, cold.position - match.num_tokens, len(unread))
         for record in cold.records:
             self._index.hold(record)
-        self._index.touch(cold.records[-1])
+        self._touch(cold.records[-1])
         if not unread:
             return "done" if self._hand_over(load) else "nothing"
         self._loads[key] = load
@@ -136,10 +136,15 @@ class Loader:
         if not unread or num_page_bytes > budget.page_bytes or num_snapshot_bytes > budget.snapshot_bytes:
             return
         self._counters.num_expected += 1
-        self._index.touch(newest[-1])
+        self._touch(newest[-1])
         for record in unread:
             record.is_ahead = True
             self._read(record, None)
+
+    def _touch(self, record: Record) -> None:
+        self._index.touch(record)
+        if self._disk is not None:
+            self._disk.touch(record)
 
     def _read(self, record: Record, load: Load | None) -> None:
         readers = self._readers.get(record)

@@ -287,13 +287,20 @@ class Offloader:
         record.data = content
         index.host.add(record)
         self._counters.offloaded_bytes += len(content)
-        if disk is not None and is_for_disk:
-            index.disk.add(record)
-            index.hold(record)
-            disk.write(record, partial(self._written, record))
+        if disk is None or not is_for_disk:
+            index.touch(record)
+            index.enforce_budgets()
+            return record.is_attached
+        index.disk.add(record)
+        index.hold(record)
         index.touch(record)
-        index.enforce_budgets()
-        return record.is_attached
+        index.enforce_budgets()  # erased before it is written: the disk never holds more
+        if not record.is_attached:
+            index.let_go(record)
+            return False
+        disk.write(record, partial(self._written, record), num_held_bytes=index.disk.num_bytes)
+        disk.touch(record)
+        return True
 
     def _written(self, record: Record, is_on_disk: bool) -> None:
         if record.is_attached and not is_on_disk:

@@ -34,6 +34,13 @@ class TierBudget:
     def num_bytes(self) -> int:
         return self.page_bytes + self.snapshot_bytes
 
+    def within(self, num_bytes: int) -> TierBudget:
+        """The same proportions in at most so many bytes."""
+        if num_bytes >= self.num_bytes:
+            return self
+        page_bytes = self.page_bytes * num_bytes // self.num_bytes
+        return TierBudget(page_bytes, num_bytes - page_bytes)
+
 
 @dataclass(slots=True, frozen=True)
 class RecordName:

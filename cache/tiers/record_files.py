@@ -132,8 +132,6 @@ def read_record(folder: Path, layout: bytes, name: RecordName) -> Bytes:
         raise RecordFileError("foreign", path)
     if sha256(content.data).digest() != header.checksum:
         raise RecordFileError("corrupt", path)
-    with suppress(OSError):
-        os.utime(path)  # the order of use survives a restart
     return content
 
 

@@ -11,7 +11,7 @@ from tier_driver import DriverContent
 
 from turnkeep.cache.config import CacheConfig
 from turnkeep.cache.tiers.config import TierConfig
-from turnkeep.cache.tiers.disk_tier import LOCK_NAME, lock_folder
+from turnkeep.cache.tiers.shared_folder import LOCK_NAME, lock_folder
 from turnkeep.engine import tier_building
 from turnkeep.engine.tier_building import BuiltTiers, build_tiers, default_host_bytes, layout_digest
 

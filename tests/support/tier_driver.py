@@ -16,6 +16,7 @@ from turnkeep.cache.tiers.cold_tiers import NO_BUDGET, ColdTiers
 from turnkeep.cache.tiers.disk_tier import DiskTier
 from turnkeep.cache.tiers.offloader import QUIET_S
 from turnkeep.cache.tiers.record import Bytes, TierBudget
+from turnkeep.cache.tiers.shared_folder import FolderShare, layout_folder, lock_folder
 from turnkeep.cache.tiers.tier_counters import TierCounters
 
 T = TypeVar("T")
@@ -98,7 +99,11 @@ class DriverContent:
 
 
 class TieredDriver(CacheDriver):
-    """`folder` None: host memory alone. A new driver on the same folder is a process that started again."""
+    """`folder` None: host memory alone. A new driver on the same folder is a process that started again.
+
+    is_shared: its files lie in a folder of its layout in there, with those of other layouts under one budget, and
+    belong to it until `tiers.close`.
+    """
 
     def __init__(
         self,
@@ -108,6 +113,7 @@ class TieredDriver(CacheDriver):
         host: TierBudget = AMPLE,
         disk: TierBudget = AMPLE,
         layout: bytes = LAYOUT,
+        is_shared: bool = False,
         **options: Any,
     ) -> None:
         self.background = SteppedBackground()
@@ -116,7 +122,12 @@ class TieredDriver(CacheDriver):
         def make_tiers(driver: CacheDriver) -> ColdTiers:
             store = None
             if folder is not None:
-                store = DiskTier(folder, layout, self.background, self.counters, clock=driver.clock)
+                own = layout_folder(folder, layout) if is_shared else folder
+                lock = lock_folder(own, timeout_s=0.0) if is_shared else None
+                share = FolderShare(folder, own, disk.num_bytes) if is_shared else None
+                store = DiskTier(
+                    own, layout, self.background, self.counters, clock=driver.clock, lock=lock, share=share
+                )
             return ColdTiers(
                 cache_spec(kind, driver.page_size),
                 layout,
