@@ -46,45 +46,55 @@ class StructuredOutputs(msgspec.Struct):
     grammar: str | None = None  # in Lark notation, as llguidance has it
 
 
-class ChatCompletionRequest(msgspec.Struct, kw_only=True):
-    """The body. None and absent mean the same everywhere. Messages and tools are checked by chat_template.py."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What every shape of OpenAI's says of one answer under the same names, vLLM's among them."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class CompletionFields(SamplingFields, kw_only=True):
+    """What chat completions share with completions besides."""
 
     model: str
-    messages: list[dict[str, Any]]
-    tools: Any = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
+    return_token_ids: bool | None = None
+
+
+class ChatCompletionRequest(CompletionFields, kw_only=True):
+    """The body. None and absent mean the same everywhere. Messages and tools are checked by chat_template.py."""
+
+    messages: list[dict[str, Any]]
+    tools: Any = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     reasoning_effort: ReasoningEffort | None = None
-    return_token_ids: bool | None = None
     chat_template_kwargs: Any = None
-    priority: int | None = None
-    cache_salt: str | None = None
     # Where a conversation id may stand: read by conversations.py, in the order of the design.
     # An id that cannot be used is passed over, so anything may stand there.
     conversation: Any = None

@@ -14,9 +14,7 @@ from turnkeep.server import errors, event_stream
 from turnkeep.server.chat_answers import AnswerFrame, usage_dict
 from turnkeep.server.chat_completions import (
     ChatCompletionRequest,
-    ResponseFormat,
-    StreamOptions,
-    StructuredOutputs,
+    CompletionFields,
     convert_request,
     decode_request,
 )
@@ -29,50 +27,16 @@ DEFAULT_MAX_TOKENS = 16
 Prompt = str | list[int]
 
 
-class CompletionRequest(msgspec.Struct, kw_only=True):
+class CompletionRequest(CompletionFields, kw_only=True):
     """The body. None and absent mean the same everywhere; what samples means what it means in chat completions."""
 
-    model: str
     prompt: str | list[Any]
     max_tokens: int | None = None
-    n: int | None = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
     logprobs: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    return_token_ids: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
 
-
-# Fields that chat completions have under the same name, with the same meaning.
-SHARED_FIELDS = (
-    "model", "n", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "temperature",
-    "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
-    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "return_token_ids", "priority", "cache_salt",
-)  # fmt: skip
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
@@ -113,7 +77,7 @@ def to_sampling_request(body: CompletionRequest) -> ChatCompletionRequest:
         raise errors.unsupported("Log probabilities of the prompt (echo with logprobs) are not served.", "logprobs")
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise errors.bad_request(f"logprobs must be at least 0 and at most {MAX_LOGPROBS}.", "logprobs")
-    fields = {name: msgspec.to_builtins(getattr(body, name)) for name in SHARED_FIELDS}
+    fields = {name: msgspec.to_builtins(getattr(body, name)) for name in CompletionFields.__struct_fields__}
     return convert_request(
         {
             **fields,

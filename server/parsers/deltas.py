@@ -44,6 +44,17 @@ class Answer:
         return message
 
 
+def append_text(deltas: list[Delta], kind: DeltaKind, text: str, index: int = 0) -> None:
+    """Add a piece of text, if there is any; content and reasoning go on in the last delta of their kind."""
+    if not text:
+        return
+    last = deltas[-1] if deltas else None
+    if last is not None and last.kind == kind and kind in ("content", "reasoning"):
+        deltas[-1] = Delta(kind, last.text + text)
+    else:
+        deltas.append(Delta(kind, text, index))
+
+
 def collect(deltas: Iterable[Delta]) -> Answer:
     """The answer that deltas add up to."""
     content: list[str] = []

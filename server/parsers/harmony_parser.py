@@ -10,7 +10,7 @@ import re
 from typing import Literal
 
 from turnkeep.server.parsers.call_scanner import read_object
-from turnkeep.server.parsers.deltas import Delta, DeltaKind
+from turnkeep.server.parsers.deltas import Delta, append_text
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -103,7 +103,7 @@ class HarmonyParser:
         if kind == "call":
             self._body.append(piece)
         else:
-            self._emit(kind, piece.replace(MESSAGE, "").replace(CONSTRAIN, ""))
+            append_text(self._deltas, kind, piece.replace(MESSAGE, "").replace(CONSTRAIN, ""))
         if marker is None:
             return False
         if kind == "call":
@@ -130,21 +130,12 @@ class HarmonyParser:
         if self._hides_calls or (self._is_cut and self._is_final and not is_whole):
             return  # not allowed, or cut by the length limit
         if arguments is None:
-            self._emit("content", body)
+            append_text(self._deltas, "content", body)
             return
-        self._emit("tool_call", self._name, self.num_calls)
-        self._emit("arguments", arguments, self.num_calls)
+        append_text(self._deltas, "tool_call", self._name, self.num_calls)
+        append_text(self._deltas, "arguments", arguments, self.num_calls)
         self.num_calls += 1
         self.num_unknown_tools += self._name not in (self._tool_names or ())
-
-    def _emit(self, kind: DeltaKind, text: str, index: int = 0) -> None:
-        if not text:
-            return
-        last = self._deltas[-1] if self._deltas else None
-        if last is not None and last.kind == kind and kind in ("content", "reasoning"):
-            self._deltas[-1] = Delta(kind, last.text + text)
-        else:
-            self._deltas.append(Delta(kind, text, index))
 
 
 def _without_header(text: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from turnkeep.server.parsers.call_syntax import CallSyntax, Schemas
-from turnkeep.server.parsers.deltas import Delta, DeltaKind
+from turnkeep.server.parsers.deltas import Delta, append_text
 
 State = Literal["content", "reasoning", "call"]
 
@@ -181,14 +181,14 @@ class OutputParser:
         position, tag = _first_of(self._text, tags)
         if tag is None:
             num_ready = self._num_ready(tags)
-            self._emit("reasoning", self._text[:num_ready])
+            append_text(self._deltas, "reasoning", self._text[:num_ready])
             self._text = self._text[num_ready:]
             return False
         before, self._text = self._text[:position], self._text[position + len(tag) :]
         if tag != self._think_end:
             self._begin_call(before, tag)
         else:
-            self._emit("reasoning", before.removesuffix(self._reasoning_suffix))
+            append_text(self._deltas, "reasoning", before.removesuffix(self._reasoning_suffix))
             self._state, self._prefix = "content", self._content_prefix
         return True
 
@@ -218,16 +218,7 @@ class OutputParser:
             text = text if self._has_content else text.lstrip()
             self._after_call = False
         self._has_content = self._has_content or bool(text)
-        self._emit("content", text)
-
-    def _emit(self, kind: DeltaKind, text: str, index: int = 0) -> None:
-        if not text:
-            return
-        last = self._deltas[-1] if self._deltas else None
-        if last is not None and last.kind == kind and kind in ("content", "reasoning"):
-            self._deltas[-1] = Delta(kind, last.text + text)
-        else:
-            self._deltas.append(Delta(kind, text, index))
+        append_text(self._deltas, "content", text)
 
     def _begin_call(self, before: str, opener: str) -> None:
         """A call's opener was seen after the undelivered text `before`; how that ends is settled with the call."""
@@ -298,12 +289,12 @@ class OutputParser:
             self._reject_call()
             return
         if self._call_origin == "reasoning":
-            self._emit("reasoning", self._before_call.removesuffix(self._reasoning_suffix))
+            append_text(self._deltas, "reasoning", self._before_call.removesuffix(self._reasoning_suffix))
         else:
             self._emit_content(self._content_before_call())
         for call in () if self._hides_calls else calls:
             self._deltas.append(Delta("tool_call", call.name, self.num_calls, call.call_id))
-            self._emit("arguments", call.arguments, self.num_calls)
+            append_text(self._deltas, "arguments", call.arguments, self.num_calls)
             self.num_calls += 1
             self.num_unknown_tools += call.name not in names
         self._state, self._after_call = "content", True
@@ -340,7 +331,7 @@ class OutputParser:
         self._call_parts = []
         self._state = self._call_origin
         if self._state == "reasoning":
-            self._emit("reasoning", self._before_call + self._opener)
+            append_text(self._deltas, "reasoning", self._before_call + self._opener)
         else:
             self._emit_content(self._before_call + self._opener)
             self._keeps_call_end = True

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from turnkeep.server import errors
-from turnkeep.server.chat_completions import ChatCompletionRequest, convert_request
+from turnkeep.server.chat_completions import ChatCompletionRequest, SamplingFields, convert_request
 from turnkeep.server.responses.item_messages import Message
 from turnkeep.server.responses.shapes import ResponsesRequest, TextFormat
 from turnkeep.server.responses.tools import ToolSet, chat_tool_choice
@@ -15,10 +15,9 @@ from turnkeep.server.responses.tools import ToolSet, chat_tool_choice
 LOGPROBS = "message.output_text.logprobs"
 
 SAME_FIELDS = (
-    "model", "parallel_tool_calls", "temperature", "top_p", "frequency_penalty", "presence_penalty",
-    "repetition_penalty", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "priority",
-    "cache_salt", "chat_template_kwargs", "chat_template", "conversation_id", "session_id", "conversation_params",
-    "vllm_xargs", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "metadata",
+    *SamplingFields.__struct_fields__, "model", "parallel_tool_calls", "chat_template_kwargs", "chat_template",
+    "conversation_id", "session_id", "conversation_params", "vllm_xargs", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "metadata",
 )  # fmt: skip
 
 # Field of a chat completion -> the same thing in a response.

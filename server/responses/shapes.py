@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from turnkeep.server import errors
-from turnkeep.server.chat_completions import ReasoningEffort, decode_request
+from turnkeep.server.chat_completions import ReasoningEffort, SamplingFields, decode_request
 from turnkeep.server.chat_messages import MAX_DEPTH, depth_of
 
 MAX_METADATA = 16
@@ -41,7 +41,7 @@ class TextOptions(msgspec.Struct, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
+class ResponsesRequest(SamplingFields, kw_only=True):
     """The body. None and absent mean the same everywhere. Items and tools are checked elsewhere."""
 
     model: str
@@ -57,8 +57,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
@@ -71,19 +69,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
-    # Sampling beyond OpenAI's, under vLLM's names; checked as for chat completions.
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
     chat_template_kwargs: Any = None
     # Where a conversation id may stand besides; read by conversations.py.
     conversation_id: Any = None
