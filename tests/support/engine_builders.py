@@ -53,10 +53,14 @@ def demo_model() -> Decoder:
 
 
 def make_demo_loop(
-    drafter: Drafter | Literal["head"] | None = None, limits: SpeculationConfig | None = None, **settings: object
+    drafter: Drafter | Literal["head"] | None = None,
+    limits: SpeculationConfig | None = None,
+    *,
+    fingerprint: bytes | None = None,
+    **settings: object,
 ) -> LoopBench:
     """An engine loop around the bundled model, where its own head or another drafter drafts all that `limits` allow,
-    in every step."""
+    in every step. fingerprint: of the weights; without one nothing outlives the loop."""
     source, events = find_model("demo"), list[FromEngine]()
     model_config = ModelConfig.from_dict(source.config_dict())
     config = engine_config(**({"num_pages": 800} | settings))
@@ -74,6 +78,7 @@ def make_demo_loop(
         "float32",
         events.append,
         model_name="demo",
+        fingerprint=fingerprint,
         speculation=speculation,
         make_drafter=make_drafter,
     )
