@@ -183,7 +183,7 @@ class CacheManager:
             return True
         num_new = self.pages_for(capacity_tokens) - seq.num_pages
         if num_new > self._pages.num_free:
-            if not self._reclaimer.can_make_room(num_new, 0) and not self._snapshots.give_up_resumed(seq, num_new):
+            if not self._reclaimer.find_room(num_new, 0) and not self._snapshots.give_up_resumed(seq, num_new):
                 return False
             self._reclaimer.make_room(num_new, 0)
         self._counters.count_new_pages(num_new, seq.num_pages + num_new - self.pages_for(seq.num_prompt_tokens))
@@ -377,7 +377,7 @@ class CacheManager:
 
     def check(self) -> None:
         """Recompute every count and reference. Raises AssertionError naming what is wrong. O(everything)."""
-        check_conservation(self._reclaimer, self._retention, self._copies, self._open)
+        check_conservation(self._reclaimer, self._retention, self._copies, self._open, self.tiers)
         self._replay.check(self._open)
 
     def _remember_leaf(self, seq: SequenceCache) -> None:

@@ -15,10 +15,15 @@ from turnkeep.cache.reclaim import Reclaimer
 from turnkeep.cache.retention import Retention
 from turnkeep.cache.sequence_cache import SequenceCache
 from turnkeep.cache.snapshot import PRIVATE_KINDS, Snapshot
+from turnkeep.cache.tiers.cold_tiers import ColdTiers
 
 
 def check_conservation(
-    reclaimer: Reclaimer, retention: Retention, copies: PendingCopies, sequences: Iterable[SequenceCache]
+    reclaimer: Reclaimer,
+    retention: Retention,
+    copies: PendingCopies,
+    sequences: Iterable[SequenceCache],
+    tiers: ColdTiers | None = None,
 ) -> None:
     """Raises AssertionError with what is wrong."""
     sequences = list(sequences)
@@ -26,7 +31,8 @@ def check_conservation(
     _check_pages(reclaimer, copies, sequences, nodes)
     _check_rows(reclaimer, sequences)
     _check_structure(reclaimer, nodes)
-    _check_pins(reclaimer, copies, sequences, nodes)
+    handed_over = [] if tiers is None else tiers.loader.pinned_nodes()
+    _check_pins(reclaimer, copies, sequences, nodes, handed_over)
     _check_snapshots(reclaimer, copies, sequences, nodes)
     _check_retention(reclaimer, retention, sequences)
     for seq in sequences:
@@ -109,9 +115,13 @@ def _check_structure(reclaimer: Reclaimer, nodes: list[PageNode]) -> None:
 
 
 def _check_pins(
-    reclaimer: Reclaimer, copies: PendingCopies, sequences: list[SequenceCache], nodes: list[PageNode]
+    reclaimer: Reclaimer,
+    copies: PendingCopies,
+    sequences: list[SequenceCache],
+    nodes: list[PageNode],
+    handed_over: list[PageNode],
 ) -> None:
-    pins: Counter[PageNode] = Counter(copies.pinned_nodes())
+    pins: Counter[PageNode] = Counter([*copies.pinned_nodes(), *handed_over])
     pins.update(seq.path for seq in sequences)
     pins.update(seq.tail for seq in sequences if seq.tail is not None)
     pins.update(snapshot.node for snapshot in reclaimer.snapshots if snapshot.num_pins)

@@ -58,6 +58,7 @@ class Reclaimer:
         self.num_pinned_snapshots = 0
         self.on_removed: Callable[[Snapshot], None] | None = None
         self.offloader: Offloading | None = None
+        self.give_way: Callable[[], bool] | None = None  # asks who fills pages ahead of need to let them go
         self._policy = policy
         self._clock = clock
         self._counters = counters
@@ -83,6 +84,12 @@ class Reclaimer:
         if self.has_pages and self.pages.num_free + self.num_evictable_pages < num_pages:
             return False
         return not self.has_state or self.rows.num_free + self.num_evictable_rows >= num_rows
+
+    def find_room(self, num_pages: int, num_rows: int) -> bool:
+        """`can_make_room`, for who goes before everybody that fills pages ahead of need."""
+        if self.can_make_room(num_pages, num_rows):
+            return True
+        return self.give_way is not None and self.give_way() and self.can_make_room(num_pages, num_rows)
 
     def make_room(self, num_pages: int, num_rows: int) -> None:
         """Evict until so many pages and rows are free. Raises RuntimeError unless `can_make_room` said so."""

@@ -32,7 +32,7 @@ class Admission:
         self._num_usable_pages = cache.stats().num_pages
         self.num_bypasses = 0
         self.num_prefix_waits = 0
-        self.is_load_awaited = False  # by a request that the last round looked at
+        self.is_load_awaited = False  # the last round saw one that somebody waits for, or that takes room
 
     def reason_to_refuse(self, request: Request) -> str | None:
         """Why the request can never run: the resource, what it needs and what there is. None when it can."""
@@ -73,7 +73,7 @@ class Admission:
         """
         admitted: list[Request] = []
         blocked: list[Request] = []
-        self.is_load_awaited = False
+        self.is_load_awaited = self._cold_prefixes.takes_room
         prefilling = [request for request in running if _is_prefilling(request)]
         reserved_pages = sum(self._reserve_pages(request) for request in running)
         index = 0

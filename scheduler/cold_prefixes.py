@@ -23,6 +23,11 @@ class ColdPrefixes:
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
 
+    @property
+    def takes_room(self) -> bool:
+        """What is handed over in part holds pages, whoever waits for it; for some moments."""
+        return self._cache.tiers is not None and self._cache.tiers.loader.is_handing_over
+
     def improved(self, request: Request, match: PrefixMatch) -> PrefixMatch | None:
         """The match to go on with; None while a deeper one is on its way."""
         tiers = self._cache.tiers

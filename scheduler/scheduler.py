@@ -169,7 +169,7 @@ class Scheduler:
         tiers = self._cache.tiers
         if tiers is not None and tiers.poll():
             self._may_admit = True
-        if self._waiting and (self._may_admit or not self._running):
+        if self._waiting and (self._may_admit or not (self._running or self._admission.is_load_awaited)):
             self._admit()
         if not self._running:
             item = None if self._waiting else self._preparations.plan_item()

@@ -97,7 +97,9 @@ class ColdTiers:
             takeover=takeover,
             offloader=self.offloader,
             counters=self.counters,
+            clock=self._clock,
         )
+        reclaimer.give_way = self._loader.give_way
 
     # The scheduler
 
@@ -125,19 +127,25 @@ class ColdTiers:
         self.index.forget(owner_key(cache_root, conversation_id))
 
     def poll(self) -> bool:
-        """Take over what has ended in the background. True when a load has: who waits should look again."""
+        """Take over what has ended in the background. True when a load is done: who waits should look again.
+
+        Takes a few milliseconds at most while there is something to hand over.
+        """
         self._background.poll()
         share = None if self._disk is None else self._disk.share
         if share is not None and self._clock() >= self._next_look_s:
             self._next_look_s = self._clock() + LOOK_PERIOD_S
             self._background.submit(share.look, self._take_share)
+        self.loader.hand_over()
         return self.loader.take_num_ended() > 0
 
     def use_idle_time(self, *, is_awaited: bool) -> bool:
         """Nothing runs. is_awaited: some request waits, perhaps for a load; then wait a moment for it.
 
-        True when something was done, so that more may be to do.
+        True when something was done, or `poll` has something to do, so that more may be to do.
         """
+        if self.loader.is_handing_over:
+            return True
         if is_awaited and self.loader.is_loading:
             self._background.wait(WAIT_S)
             return True
@@ -157,6 +165,7 @@ class ColdTiers:
 
     def close(self) -> None:
         """The cache is not used any more."""
+        self.loader.give_way()
         self._background.close()
         if self._disk is not None:
             self._disk.close()

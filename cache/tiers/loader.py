@@ -1,11 +1,14 @@
 """Disk -> host memory -> device: finds what colder tiers have of a prompt, reads it, hands it over when it is whole.
 
-A request waits for its load while others run; reading is done in the background. A load that fails (a file that cannot
-be read, no room) costs time only: the request goes on with what the device has.
+A request waits for its load while others run; reading is done in the background, handing over a few milliseconds at a
+time. A load that fails (a file that cannot be read, no room) costs time only: the request goes on with what the device
+has.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -20,10 +23,11 @@ from turnkeep.cache.tiers.disk_tier import DiskTier
 from turnkeep.cache.tiers.keys import node_key, owner_key, root_key
 from turnkeep.cache.tiers.offloader import Offloader
 from turnkeep.cache.tiers.record import Bytes, Record
-from turnkeep.cache.tiers.takeover import Arrival, Takeover, TakeoverError
+from turnkeep.cache.tiers.takeover import Arrival, Landing, Takeover, TakeoverError
 from turnkeep.cache.tiers.tier_counters import TierCounters
 
 MIN_LOAD_TOKENS = 32  # fewer are computed sooner than they are found
+SLICE_S = 0.005  # of handing over, before the loop does anything else
 
 LoadState = Literal["nothing", "started", "waiting", "done"]
 
@@ -31,7 +35,8 @@ LoadState = Literal["nothing", "started", "waiting", "done"]
 @dataclass(slots=True, eq=False)
 class Load:
     """What several requests may wait for. tier: the coldest it comes from. num_gained_tokens: beyond the match of the
-    device. num_unread: records whose reading has not ended."""
+    device. num_unread: records whose reading has not ended. landing: what is on the device of it, once it is handed
+    over."""
 
     key: bytes
     arrival: Arrival
@@ -40,6 +45,8 @@ class Load:
     num_gained_tokens: int
     num_unread: int
     is_readable: bool = True
+    is_done: bool = False
+    landing: Landing | None = None
 
 
 class Loader:
@@ -55,8 +62,10 @@ class Loader:
         takeover: Takeover,
         offloader: Offloader,
         counters: TierCounters,
+        clock: Callable[[], float],
     ) -> None:
         self._layout = layout
+        self._clock = clock
         self._index = index
         self._disk = disk
         self._reclaimer = reclaimer
@@ -65,11 +74,16 @@ class Loader:
         self._counters = counters
         self._loads: dict[bytes, Load] = {}
         self._readers: dict[Record, list[Load]] = {}
+        self._whole: deque[Load] = deque()  # read, and to be handed over, first one first
         self._num_ended = 0
 
     @property
     def is_loading(self) -> bool:
         return bool(self._loads)
+
+    @property
+    def is_handing_over(self) -> bool:
+        return bool(self._whole)
 
     def take_num_ended(self) -> int:
         """Loads that ended since the last call: whoever waited for one may look again."""
@@ -90,9 +104,10 @@ class Loader:
     def load(
         self, cold: ColdMatch, match: PrefixMatch, conversation_id: str | None, *, may_start: bool = True
     ) -> LoadState:
-        """Bring it to the device. "started" and "waiting": it is being read; "done": it can be matched now.
+        """Bring it to the device. "started" and "waiting": it is on its way; "done": it can be matched now.
 
-        "nothing": there is no room for it now, its content turned out to be of no use, or it may not be started.
+        "nothing": there is no room for it now, its content turned out to be of no use, or it may not be started. What
+        host memory has is brought at once, as far as that takes a moment.
         """
         key = cold.missing_pages[-1] if cold.snapshot is None else cold.snapshot.name.key
         if key in self._loads:
@@ -113,9 +128,14 @@ class Loader:
         for record in cold.records:
             self._index.hold(record)
         self._touch(cold.records[-1])
-        if not unread:
-            return "done" if self._hand_over(load) else "nothing"
         self._loads[key] = load
+        if not unread:
+            self._whole.append(load)
+            if len(self._whole) == 1:
+                self.hand_over()
+            if key in self._loads:
+                return "started"
+            return "done" if load.is_done else "nothing"
         for record in unread:
             self._read(record, load)
         return "started"
@@ -168,37 +188,66 @@ class Loader:
         for load in loads:
             load.num_unread -= 1
             load.is_readable &= content is not None
-            if not load.num_unread:
-                del self._loads[load.key]
-                self._num_ended += 1
-                self._hand_over(load)
+            if not load.num_unread and load.is_readable:
+                self._whole.append(load)
+            elif not load.num_unread:
+                self._counters.num_failed_loads["unreadable"] += 1
+                self._end(load)
         self._index.enforce_budgets()
 
-    def _hand_over(self, load: Load) -> bool:
-        """The load has ended, well or badly."""
-        counters = self._counters
-        is_done = False
-        try:
-            if load.is_readable:
-                snapshot = self._takeover.take(load.arrival)
-                record = load.arrival.snapshot
-                if snapshot is not None and record is not None and record.is_attached:
-                    self._offloader.is_stored(snapshot, record)
-                counters.num_hits[load.tier] += 1
-                counters.num_hit_tokens[load.tier] += load.num_gained_tokens
-                counters.loaded_bytes += sum(record.num_bytes for record in load.records)
-                is_done = True
-            else:
-                counters.num_failed_loads["unreadable"] += 1
-        except TakeoverError as error:
-            counters.num_failed_loads[error.reason] += 1
+    def hand_over(self) -> None:
+        """Go on with what is whole, for a moment."""
+        end_s = self._clock() + SLICE_S
+        while self._whole:
+            load = self._whole[0]
+            try:
+                if load.landing is None:
+                    load.landing = self._takeover.begin(load.arrival)
+                if self._takeover.advance(load.landing):
+                    self._count(load, load.landing)
+                    self._end(load)
+            except TakeoverError as error:
+                self._counters.num_failed_loads[error.reason] += 1
+                self._end(load)
+            if self._clock() >= end_s:
+                return
+
+    def give_way(self) -> bool:
+        """What runs needs the room: give up what is handed over in part. False: there is no such load."""
+        begun = [load for load in self._whole if load.landing is not None]
+        for load in begun:
+            self._counters.num_failed_loads["no_room"] += 1
+            self._end(load)
+        return bool(begun)
+
+    def pinned_nodes(self) -> list[PageNode]:
+        """For conservation checks: what holds pages that are handed over in part."""
+        return [load.landing.node for load in self._whole if load.landing is not None]
+
+    def _count(self, load: Load, landing: Landing) -> None:
+        record, counters = load.arrival.snapshot, self._counters
+        if landing.snapshot is not None and record is not None and record.is_attached:
+            self._offloader.is_stored(landing.snapshot, record)
+        counters.num_hits[load.tier] += 1
+        counters.num_hit_tokens[load.tier] += load.num_gained_tokens
+        counters.loaded_bytes += sum(one.num_bytes for one in load.records)
+        load.is_done = True
+
+    def _end(self, load: Load) -> None:
+        """Well or badly: nothing is held for it any more."""
+        del self._loads[load.key]
+        self._num_ended += 1
+        if load in self._whole:
+            self._whole.remove(load)
+        if load.landing is not None:
+            self._takeover.end(load.landing)
+            load.landing = None
         for record in load.records:
             record.is_ahead = False
-            if is_done and load.arrival.snapshot is None:
+            if load.is_done and load.arrival.snapshot is None:
                 record.is_on_device = True
             self._index.let_go(record)
         self._index.enforce_budgets()
-        return is_done
 
 
 def _is_on_device(record: Record) -> bool:

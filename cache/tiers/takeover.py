@@ -1,12 +1,13 @@
 """Host memory -> device: what a load has brought together takes its place among pages, rows and the prefix tree.
 
-All or nothing, between two steps: pages and a row are made room for, filled, and put into the tree as if a request had
-just computed and published them.
+A piece at a time, between steps: some pages are made room for, filled, and put into the tree as if a request had just
+computed and published them; the last piece is the state. A pin holds what is there, and without the state it is of use
+to nobody (models without state can go on from every page), so a takeover that ends early leaves nothing behind.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 from turnkeep.cache.page_node import PageNode
@@ -17,9 +18,12 @@ from turnkeep.cache.tiers.keys import node_key, page_key
 from turnkeep.cache.tiers.pool_content import PoolContent
 from turnkeep.cache.tiers.record import Record
 
+PIECE_BYTES = 512 << 10  # a millisecond or two
+MAX_PIECE_PAGES = 128  # also where they are small
+
 
 class TakeoverError(Exception):
-    """It could not be taken over, and nothing changed. reason: no_room, or changed (pages left the device since)."""
+    """It cannot be taken over, and is to be given back. reason: no_room, or changed (pages left the device since)."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -41,8 +45,20 @@ class Arrival:
     snapshot: Record | None
 
 
+@dataclass(slots=True, eq=False)
+class Landing:
+    """An arrival on its way. node: the last full page of it that is there, pinned. sources: page key -> its run, and
+    its place there. snapshot: the state, at the end."""
+
+    arrival: Arrival
+    node: PageNode
+    end: int  # full-page tokens
+    sources: dict[bytes, tuple[Record, int]] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
+
+
 class Takeover:
-    """Works on the pools and the tree of one cache."""
+    """Works on the pools and the tree of one cache. Every landing that was begun must be ended."""
 
     def __init__(
         self, layout: bytes, page_size: int, *, pool: PoolContent, reclaimer: Reclaimer, retention: Retention
@@ -53,89 +69,93 @@ class Takeover:
         self._reclaimer = reclaimer
         self._tree = reclaimer.tree
         self._retention = retention
+        self._piece_pages = min(max(PIECE_BYTES // max(pool.page_bytes, 1), 1), MAX_PIECE_PAGES)
 
-    def take(self, arrival: Arrival) -> Snapshot | None:
-        """Make it matchable on the device; the snapshot that is there then. Raises TakeoverError."""
-        tree, reclaimer = self._tree, self._reclaimer
+    def begin(self, arrival: Arrival) -> Landing:
+        """Nothing is taken yet but the pin."""
+        tree = self._tree
         end = arrival.position // self._page_size * self._page_size
         node = tree.descend(tree.root(arrival.owner[0]), arrival.encoded, end)
         tree.pin(node)
-        try:
-            sources = self._sources(arrival, node, end)
-            needs_tail = reclaimer.has_pages and arrival.snapshot is not None and arrival.position > end
-            num_pages = len(sources) + needs_tail if reclaimer.has_pages else 0
-            num_rows = int(arrival.snapshot is not None)
-            if not reclaimer.can_make_room(num_pages, num_rows):
-                raise TakeoverError("no_room")
-            reclaimer.make_room(num_pages, num_rows)
-            node = self._insert_pages(arrival, node, sources)
-            if arrival.snapshot is None:
-                return None
-            return self._insert_snapshot(arrival, arrival.snapshot, node)
-        finally:
-            reclaimer.release(node)
-
-    def _sources(self, arrival: Arrival, node: PageNode, end: int) -> list[tuple[bytes, Record | None, int]]:
-        """Key, run and place there of each full page in [node.end, end); without attention, keys alone."""
-        found: dict[bytes, tuple[Record, int]] = {}
+        landing = Landing(arrival, node, end)
         for record in arrival.records:
-            found.update({key: (record, index) for index, key in enumerate(record.name.page_keys)})
-        sources: list[tuple[bytes, Record | None, int]] = []
-        key, width = node_key(self._layout, node), self._page_size * TOKEN_BYTES
-        for offset in range(node.end * TOKEN_BYTES, end * TOKEN_BYTES, width):
-            key = page_key(key, arrival.encoded[offset : offset + width])
-            if not self._reclaimer.has_pages:
-                sources.append((key, None, 0))
-                continue
-            source = found.get(key)
-            if source is None:
-                raise TakeoverError("changed")
-            sources.append((key, *source))
-        return sources
+            landing.sources.update({key: (record, index) for index, key in enumerate(record.name.page_keys)})
+        return landing
 
-    def _insert_pages(
-        self, arrival: Arrival, node: PageNode, sources: list[tuple[bytes, Record | None, int]]
-    ) -> PageNode:
-        """Hang the pages below `node`, whose pin moves along to the last one."""
+    def advance(self, landing: Landing) -> bool:
+        """Take over one piece; True when it was the last, and all can be matched. Raises TakeoverError."""
+        arrival, tree = landing.arrival, self._tree
+        there = tree.descend(landing.node, arrival.encoded, landing.end)  # others may have computed some of it
+        if there is not landing.node:
+            self._move_pin(landing, there)
+        if there.end < landing.end:
+            # Of what is still to come, all is asked for: a piece that helps nobody would be evicted for.
+            num_pages = (landing.end - there.end) // self._page_size
+            self._require_room(num_pages + self._needs_tail(landing), int(arrival.snapshot is not None))
+            self._insert_pages(landing)
+            if arrival.snapshot is not None or landing.node.end < landing.end:
+                return False
+        if arrival.snapshot is not None:
+            self._require_room(self._needs_tail(landing), 1)
+            landing.snapshot = self._insert_snapshot(landing, arrival.snapshot)
+        return True
+
+    def end(self, landing: Landing) -> None:
+        """Give back what holds it there: what is whole stays as long as it is not evicted, the rest goes."""
+        self._reclaimer.release(landing.node)
+
+    def _needs_tail(self, landing: Landing) -> int:
+        arrival = landing.arrival
+        return int(self._reclaimer.has_pages and arrival.snapshot is not None and arrival.position > landing.end)
+
+    def _require_room(self, num_pages: int, num_rows: int) -> None:
+        if not self._reclaimer.can_make_room(num_pages, num_rows):
+            raise TakeoverError("no_room")
+
+    def _insert_pages(self, landing: Landing) -> None:
+        """Hang the next pages below the node: as many as lie side by side in one run, up to a piece."""
         pool, has_pages = self._reclaimer.pages, self._reclaimer.has_pages
-        pages = pool.allocate(len(sources)) if has_pages else [0] * len(sources)
-        self._write_pages(sources, pages)
-        for (key, _, _), page in zip(sources, pages, strict=True):
-            start = node.end * TOKEN_BYTES
-            child = self._tree.insert(node, arrival.encoded[start : start + self._page_size * TOKEN_BYTES], page)
+        width, size = self._page_size * TOKEN_BYTES, self._pool.page_bytes
+        encoded = landing.arrival.encoded[landing.node.end * TOKEN_BYTES : landing.end * TOKEN_BYTES]
+        keys: list[bytes] = []
+        key, sources = node_key(self._layout, landing.node), landing.sources
+        for offset in range(0, min(len(encoded), self._piece_pages * width), width):
+            key = page_key(key, encoded[offset : offset + width])
+            if has_pages and keys and sources.get(key) != (sources[keys[0]][0], sources[keys[0]][1] + len(keys)):
+                break
+            if has_pages and key not in sources:
+                raise TakeoverError("changed")
+            keys.append(key)
+        self._reclaimer.make_room(len(keys), 0)
+        pages = [0] * len(keys)
+        if has_pages:
+            record, first = sources[keys[0]]
+            assert record.data is not None
+            pages = pool.allocate(len(keys))
+            self._pool.write_pages(pages, record.data[first * size : (first + len(keys)) * size])
+        for offset, key, page in zip(range(0, len(encoded), width), keys, pages, strict=False):
+            child = self._tree.insert(landing.node, encoded[offset : offset + width], page)
             child.tier_key = key
             if has_pages:
                 pool.release(page)  # the node holds it now
-            self._tree.pin(child)
-            self._tree.unpin(node, node.last_used_s)
-            node = child
-        return node
+            self._move_pin(landing, child)
 
-    def _write_pages(self, sources: list[tuple[bytes, Record | None, int]], pages: list[int]) -> None:
-        """One call for each run of pages that lie side by side in a record."""
-        size = self._pool.page_bytes
-        at = 0
-        while at < len(sources):
-            _, record, first = sources[at]
-            if record is None:
-                return
-            assert record.data is not None
-            num_pages = 1
-            while at + num_pages < len(sources) and sources[at + num_pages][1:] == (record, first + num_pages):
-                num_pages += 1
-            content = record.data[first * size : (first + num_pages) * size]
-            self._pool.write_pages(pages[at : at + num_pages], content)
-            at += num_pages
+    def _move_pin(self, landing: Landing, node: PageNode) -> None:
+        self._tree.pin(node)
+        self._tree.unpin(landing.node, landing.node.last_used_s)
+        landing.node = node
 
-    def _insert_snapshot(self, arrival: Arrival, record: Record, node: PageNode) -> Snapshot:
-        """Put the state where it stands behind `node`, which is pinned; an equal one that is there already stays.
+    def _insert_snapshot(self, landing: Landing, record: Record) -> Snapshot:
+        """Put the state where it stands behind the node; an equal one that is there already stays.
 
-        Without a suffix the state stands at the end of `node` itself.
+        Without a suffix the state stands at the end of the node itself.
         """
+        node, arrival = landing.node, landing.arrival
         suffix = record.name.suffix
         present = node.suffixes.get(suffix) if suffix else node.parent.suffixes.get(node.key) if node.parent else None
         if present is not None:
             return present
+        self._reclaimer.make_room(self._needs_tail(landing), 1)
         row, num_slots, page = self._reclaimer.rows.allocate(), 0, 0
         if suffix:
             covering = self._tree.covering_child(node, suffix)

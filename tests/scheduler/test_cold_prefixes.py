@@ -11,6 +11,7 @@ from scheduler_builders import VOCAB_SIZE, Bench, make_request
 from tier_driver import AMPLE
 from tiered_bench import TieredBench
 
+from turnkeep.cache.tiers.loader import Loader
 from turnkeep.cache.tiers.record import TierBudget
 from turnkeep.scheduler.request import Request
 
@@ -121,6 +122,103 @@ def test_abort_at_any_point_of_a_load_leaves_nothing_held(num_read: int, tmp_pat
         bench.step()
         tiered.background.run()
     assert_right(bench, "again", prompt)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded is handed over page by page, one a turn of the loop (the clock of these tests stands still)."""
+    monkeypatch.setattr("turnkeep.cache.tiers.loader.SLICE_S", 0.0)
+    monkeypatch.setattr("turnkeep.cache.tiers.takeover.MAX_PIECE_PAGES", 1)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("host", [AMPLE, NO_HOST])
+def test_others_run_between_the_pieces_of_a_long_load(host: TierBudget, tmp_path: Path) -> None:
+    tiered = TieredBench(tmp_path, host=host)
+    bench = tiered.bench
+    prompt = [*first_turn(tiered), 1, 2, 3]
+    bench.scheduler.submit(make_request("other", 12, 40, salt=3))
+    bench.step()
+    bench.scheduler.submit(request("back", prompt))
+    bench.step()
+    tiered.background.run()
+    num_steps = 0
+    while bench.scheduler.stats().num_waiting:
+        assert bench.step()
+        bench.cache.check()
+        num_steps += 1
+    assert num_steps >= len(prompt) // bench.cache.page_size - 1, "a page a step"
+    bench.run()
+    assert_right(bench, "back", prompt)
+    assert bench.finished()["back"].num_cached_tokens == len(prompt) - 4
+    assert tiered.counters.num_hits.total() == 1
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("num_pieces", [1, 3, 8, 14])
+@pytest.mark.parametrize("ending", ["abort", "close", "leave"])
+def test_a_load_that_is_handed_over_in_part_leaves_nothing_held(ending: str, num_pieces: int, tmp_path: Path) -> None:
+    tiered = TieredBench(tmp_path)
+    bench = tiered.bench
+    tiers = bench.cache.tiers
+    assert tiers is not None
+    prompt = [*first_turn(tiered), 1, 2, 3]
+    bench.scheduler.submit(request("back", prompt))
+    for _ in range(num_pieces):
+        bench.step()
+    assert tiers.loader.is_handing_over
+    assert bench.cache.stats().num_free_pages < bench.cache.stats().num_pages
+    if ending == "close":
+        bench.scheduler.close_conversation("", "c")
+    elif ending == "leave":
+        tiers.close()
+    bench.scheduler.abort("back")
+    bench.step()
+    tiered.settle()
+    assert not tiers.loader.is_loading
+    tiered.evict_all()
+    stats = bench.cache.stats()
+    assert (stats.num_free_pages, stats.num_free_rows) == (stats.num_pages, stats.num_rows)
+    assert all(not record.num_holds for record in [*tiers.index.host, *tiers.index.disk])
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_who_runs_goes_before_what_is_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[bool] = []
+    give_way = Loader.give_way
+    monkeypatch.setattr(Loader, "give_way", lambda self: given_up.append(give_way(self)) or given_up[-1])
+    for num_pages in range(26, 30):
+        for length in range(37, 41):
+            tiered = TieredBench(None, num_pages=num_pages, num_state_rows=7, decode_reserve_tokens=1)
+            bench = tiered.bench
+            prompt = [*first_turn(tiered), 1, 2, 3]
+            bench.scheduler.submit(make_request("long", length, 60, salt=9))
+            bench.step()
+            bench.scheduler.submit(request("back", prompt))
+            while bench.scheduler.has_work:
+                bench.step()
+                bench.cache.check()
+            reasons = {done.reason for done in bench.finished().values()}
+            assert reasons == {"length"}, (num_pages, length)
+            assert bench.scheduler.stats().num_suspensions == 0
+            assert_right(bench, "back", prompt)
+    assert any(given_up)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_load_that_nobody_waits_for_is_no_shortage(tmp_path: Path) -> None:
+    tiered = TieredBench(tmp_path, num_pages=24, num_state_rows=7)
+    bench = tiered.bench
+    prompt = [*first_turn(tiered), 1, 2, 3]
+    bench.scheduler.submit(request("back", prompt))
+    for _ in range(10):
+        bench.step()
+    bench.scheduler.abort("back")
+    bench.scheduler.submit(make_request("other", 70, 4, salt=5))
+    while bench.scheduler.has_work:
+        bench.step()
+        bench.cache.check()
+    assert bench.finished()["other"].reason == "length"
 
 
 def test_prompt_that_is_expected_is_read_ahead(tmp_path: Path) -> None:

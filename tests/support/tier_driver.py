@@ -154,7 +154,7 @@ class TieredDriver(CacheDriver):
 
     def settle_background(self) -> None:
         """Everything in the background happens and is told."""
-        while self.background.run() or self.background.ended:
+        while self.background.run() or self.background.ended or self.tiers.loader.is_handing_over:
             self.tiers.poll()
         self.check()
 

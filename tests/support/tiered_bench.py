@@ -83,7 +83,8 @@ class TieredBench:
 
     def settle(self) -> None:
         """Whatever waits in the background happens and is told."""
-        assert self.bench.cache.tiers is not None
-        while self.background.run() or self.background.ended:
-            self.bench.cache.tiers.poll()
+        tiers = self.bench.cache.tiers
+        assert tiers is not None
+        while self.background.run() or self.background.ended or tiers.loader.is_handing_over:
+            tiers.poll()
         self.bench.cache.check()

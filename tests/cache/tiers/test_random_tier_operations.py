@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from tier_driver import AMPLE, TieredDriver
 
+from turnkeep.cache.tiers import loader
 from turnkeep.cache.tiers.offloader import QUIET_S
 from turnkeep.cache.tiers.record import TierBudget
 
@@ -29,8 +30,15 @@ class TierMachine(CacheMachine):
 
     driver: TieredDriver
 
-    @initialize(host=budgets, disk=budgets, has_disk=st.sampled_from([True, True, True, False]))
-    def make_folder(self, host: TierBudget, disk: TierBudget, has_disk: bool) -> None:
+    @initialize(
+        host=budgets,
+        disk=budgets,
+        has_disk=st.sampled_from([True, True, True, False]),
+        slice_s=st.sampled_from([0.0, 1.0]),
+    )
+    def make_folder(self, host: TierBudget, disk: TierBudget, has_disk: bool, slice_s: float) -> None:
+        """slice_s 0: what is loaded is handed over piece by piece, with other operations in between."""
+        loader.SLICE_S = slice_s
         self.folder = Path(tempfile.mkdtemp())
         self.tier_options = {"host": host, "disk": disk, "has_disk": has_disk}
         if hasattr(self, "driver"):
@@ -83,9 +91,12 @@ class TierMachine(CacheMachine):
     def wait_for_a_load_and_go_on(self, which: int, conversation: str | None) -> None:
         prompt = [*self.histories[which % len(self.histories)], 2]
         self.bring(prompt, "", conversation)
-        self.driver.background.run()
-        self.driver.tiers.poll()
+        self.driver.settle_background()
         self.open(self.driver.match(prompt), conversation)
+
+    @rule()
+    def what_is_handed_over_gives_way(self) -> None:
+        self.driver.tiers.loader.give_way()
 
     def bring(self, prompt: list[int], root: str, conversation: str | None) -> None:
         tiers = self.driver.tiers
@@ -162,6 +173,7 @@ class TierMachine(CacheMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
+            self.driver.settle_background()
             super().teardown()
             self.driver.settle_background()
             shutil.rmtree(self.folder)
@@ -171,7 +183,10 @@ class TierMachine(CacheMachine):
 def test_any_order_of_operations_and_deaths_keeps_contents_and_counts(
     kind: ModelKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turnkeep.cache.tiers.loader.MIN_LOAD_TOKENS", 1)
+    monkeypatch.setattr(loader, "MIN_LOAD_TOKENS", 1)
+    monkeypatch.setattr(loader, "SLICE_S", loader.SLICE_S)
+    monkeypatch.setattr("turnkeep.cache.tiers.takeover.PIECE_BYTES", 64)
+    monkeypatch.setattr("turnkeep.cache.tiers.takeover.MAX_PIECE_PAGES", 2)
     monkeypatch.setattr("turnkeep.cache.tiers.offloader.RUN_BYTES", 64)
     monkeypatch.setattr("turnkeep.cache.tiers.offloader.IDLE_BYTES", 100)
     run_machine(TierMachine, kind, NUM_EXAMPLES)
