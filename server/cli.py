@@ -47,8 +47,8 @@ from turnkeep.server.loading_progress import LoadingProgress
 from turnkeep.server.logging_setup import set_up_logging
 from turnkeep.server.replay_command import add_replay_options, replay_trace
 from turnkeep.server.serve import PortTakenError, RunningServer, serve_until_signal
-from turnkeep.server.state_folder import asked_state_dir, state_dir
-from turnkeep.server.tier_options import tier_config
+from turnkeep.server.state_folder import asked_state_dir, existing_state_dir, state_dir
+from turnkeep.server.tier_options import FOLDER, tier_config
 from turnkeep.server.tokenizer import TokenizerError
 
 log = logging.getLogger(__name__)
@@ -230,7 +230,11 @@ def run_inspect(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from turnkeep.server.inspect_model import inspect_model, print_report, report_json
+    from turnkeep.server.inspect_tiers import folder_json, folder_tiers, print_folder
 
+    if options.url:
+        _run(_inspect_server(options))
+        return
     config = EngineConfig(model=model_path(options), kv_dtype=options.kv_dtype, state_dtype=options.state_dtype)
     try:
         report = inspect_model(
@@ -242,10 +246,26 @@ def run_inspect(options: argparse.Namespace) -> None:
         )
     except ConfigError as error:
         raise CommandError(str(error)) from error
+    folder = existing_state_dir(options.state_dir) / FOLDER
+    layouts = folder_tiers(folder)
     if options.json:
-        print(json.dumps(report_json(report), indent=2))
+        print(json.dumps(report_json(report) | {"disk_caches": folder_json(layouts)}, indent=2))
+        return
+    print_report(report, Console())
+    print_folder(layouts, folder, Console())
+
+
+async def _inspect_server(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from turnkeep.server.inspect_tiers import print_server_tiers, read_server_tiers, server_tiers_json
+
+    key = options.api_key or os.environ.get("TURNKEEP_API_KEY")
+    report = await read_server_tiers(options.url.rstrip("/"), key)
+    if options.json:
+        print(json.dumps(server_tiers_json(report), indent=2))
     else:
-        print_report(report, Console())
+        print_server_tiers(report, Console())
 
 
 def start_message(server: RunningServer, config: ServerConfig) -> str:

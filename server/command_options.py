@@ -68,6 +68,10 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=positive, action="append", metavar="N", help="length of a conversation; may be repeated"
     )
     group.add_argument("--json", action="store_true", help="print one JSON object")
+    tiers = parser.add_argument_group("colder tiers")
+    tiers.add_argument("--url", help="a running server: show what its tiers hold, and nothing of a model")
+    tiers.add_argument("--api-key", help="key to send (default: TURNKEEP_API_KEY)")
+    tiers.add_argument("--state-dir", metavar="FOLDER", help="where to look for disk caches (default: as serve)")
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:

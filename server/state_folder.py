@@ -19,8 +19,7 @@ def state_dir(given: str | None) -> str | None:
     asked = asked_state_dir(given)
     if asked is not None:
         return asked
-    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    folder = home / "turnkeep"
+    folder = _default_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -30,3 +29,13 @@ def state_dir(given: str | None) -> str | None:
         log.warning("%s cannot be written: stored responses will not survive a restart", folder)
         return None
     return str(folder)
+
+
+def existing_state_dir(given: str | None) -> Path:
+    """The folder that `state_dir` would take, to look at only."""
+    return Path(asked_state_dir(given) or _default_folder())
+
+
+def _default_folder() -> Path:
+    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return home / "turnkeep"

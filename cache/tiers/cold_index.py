@@ -37,6 +37,7 @@ class TierSpace:
 
     def __init__(self, budget: TierBudget, size: Callable[[Record], int]) -> None:
         self.budget = budget
+        self.num_evicted = 0  # records that left it because it was over its budget
         self.used_bytes: dict[RecordKind, int] = {"pages": 0, "snapshot": 0}
         self.max_used_bytes: dict[RecordKind, int] = {"pages": 0, "snapshot": 0}  # at once, ever
         self._size = size
@@ -186,10 +187,11 @@ class ColdIndex:
 
     def enforce_budgets(self) -> None:
         """Drop what is too much. O(records dropped), and the held ones in the way."""
-        while (record := self.host.victim()) is not None:
-            self.drop_from_host(record)
-        while (record := self.disk.victim()) is not None:
-            self.drop_from_disk(record)
+        for tier, drop in ((self.host, self.drop_from_host), (self.disk, self.drop_from_disk)):
+            while (record := tier.victim()) is not None:
+                num_records = len(tier)
+                drop(record)
+                tier.num_evicted += num_records - len(tier)
 
     def drop_from_host(self, record: Record) -> None:
         self.host.discard(record)

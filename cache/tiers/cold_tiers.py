@@ -174,7 +174,9 @@ class ColdTiers:
 
     def reading(self) -> TierReading:
         """Gauges and counters as of now."""
-        return TierReading(self._gauges(), self.counters.values())
+        tiers = (("host", self.index.host), ("disk", self.index.disk))
+        evicted = {f"tier_num_evicted.{name}": float(tier.num_evicted) for name, tier in tiers}
+        return TierReading(self._gauges(), self.counters.values() | evicted)
 
     def _gauges(self) -> dict[str, float]:
         values: dict[str, float] = {"tier_num_unwritten": float(self.offloader.num_unwritten)}

@@ -65,6 +65,33 @@ def held_bytes(base: Path) -> int:
     return sum(file.num_bytes for folder in _layout_folders(base) for file in _files(folder))
 
 
+@dataclass(frozen=True, slots=True)
+class LayoutUse:
+    """What one layout (a model, its types and versions) holds. used_s: when last, in seconds since 1970; 0 without
+    records. is_running: an engine works with it now."""
+
+    name: str
+    is_running: bool
+    page_bytes: int
+    snapshot_bytes: int
+    num_page_records: int
+    num_snapshot_records: int
+    used_s: float
+
+
+def layouts_in_use(base: Path) -> list[LayoutUse]:
+    """All layouts below `base`. Changes nothing there."""
+    found: list[LayoutUse] = []
+    for folder in _layout_folders(base):
+        files = _files(folder)
+        pages = [file.num_bytes for file in files if file.path.suffix == ".pages"]
+        snapshots = [file.num_bytes for file in files if file.path.suffix == ".snapshot"]
+        used_s = max((file.used_s for file in files), default=0.0)
+        counts = (sum(pages), sum(snapshots), len(pages), len(snapshots))
+        found.append(LayoutUse(folder.name, _is_locked(folder), *counts, used_s))
+    return found
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class _File:
     used_s: float
@@ -91,9 +118,7 @@ class FolderShare:
             if folder == self._own:
                 continue
             files = _files(folder)
-            try:
-                os.close(lock_folder(folder, timeout_s=0.0))
-            except DiskTierError:
+            if _is_locked(folder):
                 num_running += 1
                 num_running_bytes += sum(file.num_bytes for file in files)
             else:
@@ -145,6 +170,22 @@ def _files(folder: Path) -> list[_File]:
                     status = entry.stat(follow_symlinks=False)
                     found.append(_File(status.st_mtime, Path(entry.path), status.st_size))
     return found
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether an engine runs with it; also where we may not know."""
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 import pytest
 from served_conversation import ConversationDriver, Server
+
+from turnkeep.server.cli import main
 
 SLACK_TOKENS = 16
 OPTIONS = ("--dtype", "float32", "--threads", "1")
@@ -49,7 +52,7 @@ def conversation(server: Server) -> ConversationDriver:
     return driver
 
 
-def test_killed_server_goes_on_where_it_was(state: Path) -> None:
+def test_killed_server_goes_on_where_it_was(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = start(state)
     driver = conversation(server)
     answers = [ask(server, driver, question) for question in QUESTIONS[:2]]
@@ -62,6 +65,10 @@ def test_killed_server_goes_on_where_it_was(state: Path) -> None:
     assert last.num_excess_tokens <= SLACK_TOKENS, last
     assert last.num_cached_tokens > 100
     assert server.metrics()["turnkeep_engine_cache_tier_hits_disk_total"] == 1
+    assert main(["inspect", "--url", server.url, "--json"]) == 0
+    tiers = {tier["tier"]: tier for tier in json.loads(capsys.readouterr().out)["tiers"]}
+    assert tiers["disk"]["num_hits"] == 1
+    assert tiers["disk"]["page_bytes"] > 0
     assert server.stop() == 0
 
     cold = start(state, "--no-prefix-caching")

@@ -174,6 +174,11 @@ class TieredDriver(CacheDriver):
         assert run is not None
         return run
 
+    def assert_empty(self) -> None:
+        while self.tiers.loader.is_handing_over:  # it holds what is there of it
+            self.tiers.poll()
+        super().assert_empty()
+
     def check(self) -> None:
         super().check()
         if self.checks:
