@@ -214,17 +214,16 @@ class CacheManager:
         """The folds planned since the last call, to be carried out before anything else reads a row."""
         return self._replay.drain()
 
-    def history_room(self, seq: SequenceCache, num_tokens: int, num_kept: int = 0) -> tuple[int, int]:
+    def history_room(self, seq: SequenceCache, num_tokens: int) -> tuple[int, int]:
         """The history slot of `seq` and the tokens in it, after a fold where num_tokens more would not fit.
 
-        num_tokens: the longest path that the coming step may accept. num_kept: of the last tokens so many stay in the
-        history if there is room, so that `rewind` can go back there. Raises ValueError for a path that never fits.
+        num_tokens: the longest path that the coming step may accept. Raises ValueError for one that never fits.
         """
         slot, capacity = seq.history_slot, self._replay.capacity
         if not 0 < num_tokens <= capacity or slot is None:  # a closed sequence has no slot
             raise ValueError(f"a path of {num_tokens} tokens in a history of {capacity}")
         if seq.num_computed_tokens - seq.num_folded_tokens + num_tokens > capacity:
-            self._replay.fold(seq, min(num_kept, capacity - num_tokens))
+            self._replay.fold(seq)
         return slot, seq.num_computed_tokens - seq.num_folded_tokens
 
     def fold(self, seq: SequenceCache) -> None:

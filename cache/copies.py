@@ -24,11 +24,9 @@ class RowCopy:
 
 @dataclass(slots=True, frozen=True)
 class HistoryFold:
-    """Row `target` becomes row `source` moved on by the first `num_tokens` tokens of history slot `slot`; after that
-    the next `num_kept` tokens of the slot become its first."""
+    """Row `target` becomes row `source` moved on by the first `num_tokens` tokens of history slot `slot`."""
 
     slot: int
     num_tokens: int
     source: int
     target: int
-    num_kept: int = 0

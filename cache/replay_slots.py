@@ -44,19 +44,16 @@ class ReplaySlots:
             self._free.append(seq.history_slot)
             seq.history_slot = None
 
-    def fold(self, seq: SequenceCache, num_kept: int = 0) -> None:
-        """Bring the live row up to everything computed but the last num_kept tokens."""
-        num_tokens = seq.num_history_tokens - num_kept
-        if num_tokens <= 0:
+    def fold(self, seq: SequenceCache) -> None:
+        """Bring the live row up to everything computed."""
+        num_tokens = seq.num_history_tokens
+        if not num_tokens:
             return
         slot, row = seq.history_slot, seq.state_row
         assert slot is not None
         assert row is not None
-        planned = self._folds.get(row)
-        if planned is not None and planned.num_kept:  # its own, which was not carried out yet
-            num_tokens += planned.num_tokens
-        self._folds[row] = HistoryFold(slot, num_tokens, row, row, num_kept)
-        seq.num_folded_tokens = seq.num_computed_tokens - num_kept
+        self._folds[row] = HistoryFold(slot, num_tokens, row, row)
+        seq.num_folded_tokens = seq.num_computed_tokens
 
     def rewind(self, seq: SequenceCache, position: int) -> None:
         """Forget what was computed behind a position, as far as the live row does not contain it."""

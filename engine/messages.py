@@ -35,10 +35,10 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Finish now with reason "stop" (a stop string was seen by the server).
+    """Finish with reason "stop" (a stop string was seen by the server); no token follows.
 
     num_repeated_tokens: of its tokens the first so many will be repeated by the next prompt, None: all. Of a request
-    that `may_be_stopped` the turn end is then there, where the engine is not too far ahead.
+    that `may_be_stopped` the turn end is then there: it finishes once the engine has gone back.
     """
 
     request_id: str

@@ -148,14 +148,3 @@ def fold_windows(
         for windows, history in zip(states.get(name, ()), histories.get(name, ()), strict=True):
             found = folds.spans.windows(history).transpose(1, 2)
             windows.index_copy_(0, folds.targets, found.to(windows.dtype))
-
-
-def move_up(
-    histories: Mapping[str, Sequence[torch.Tensor]], slot: int, num_tokens: int, num_kept: int, capacity: int
-) -> None:
-    """The first num_tokens tokens of a slot leave it; the next num_kept, with the windows before them, become its
-    first."""
-    for layers in histories.values():
-        for history in layers:
-            length = history.shape[1] - capacity + num_kept
-            history[slot, :length] = history[slot, num_tokens : num_tokens + length].clone()

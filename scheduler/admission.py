@@ -52,6 +52,14 @@ class Admission:
             return f"pages: the request needs {num_pages} for {total} tokens, the pool has {self._num_usable_pages}"
         return self._unknown_token(request)
 
+    def shortage(self) -> str:
+        """Why a request ends that was admitted and cannot go on: nothing was left to be taken from others."""
+        pools = self._cache.stats()
+        return (
+            f"the cache cannot provide for the request although nothing else runs: {pools.num_pages} pages of "
+            f"{self._cache.page_size} tokens, {pools.num_rows} state rows"
+        )
+
     def _unknown_token(self, request: Request) -> str | None:
         vocab_size = self._config.vocab_size
         if vocab_size is None:
@@ -64,6 +72,13 @@ class Admission:
             if smallest < 0 or largest >= vocab_size:
                 return f"{name}: token id {smallest if smallest < 0 else largest} is not in [0, {vocab_size})"
         return None
+
+    def can_go_back(self, request: Request, position: int) -> bool:
+        """Whether no more than tokens of its answer would have to be computed for it to end at an earlier position."""
+        if not self._cache.has_state:
+            return False
+        match = self._cache.match(request.cache_root, request.token_ids[:position], request.conversation_id)
+        return match.num_tokens >= request.num_prompt_tokens
 
     def admit(self, running: list[Request]) -> list[Request]:
         """Take out of the queue what may run now, its cache opened; the caller puts it among `running`.

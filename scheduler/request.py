@@ -73,6 +73,8 @@ class Request:
     tenant: str = ""  # who shares fairly with whom
     retention_s: float = 0.0  # for how long the client asks that what this leaves in the cache stays
     may_be_stopped: bool = False  # by who reads its tokens, a few tokens late
+    num_cut_tokens: int = 0  # said behind what it was stopped at: known tokens end there
+    is_stopped: bool = False  # by its reader: over once its known tokens are computed again
     fair_start: float = 0.0  # given by the scheduler: its place among the tenants' waiting requests
     arrival_s: float = 0.0
     arrival_number: int = 0  # given by the scheduler; orders requests of equal priority
@@ -119,7 +121,20 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) - self.num_prompt_tokens + self.num_cut_tokens
+
+    @property
+    def wanted_boundaries(self) -> Sequence[Boundary]:
+        """One that may be stopped late goes back to the end of its prompt then."""
+        own = (Boundary(self.num_prompt_tokens, "suspended"),) if self.may_be_stopped else ()
+        return (*self.boundaries, *own)
+
+    def cut(self, num_tokens: int) -> None:
+        """Its reader stopped it after num_tokens known tokens: what it said behind them is forgotten."""
+        self.is_stopped = True
+        self.num_cut_tokens = len(self.token_ids) - num_tokens
+        self.token_ids = EncodedTokens(self.token_ids[:num_tokens])
+        self.draft = None
 
     def count_draft(self, num_nodes: int, num_accepted: int) -> None:
         """A draft was verified; num_accepted nodes of it, one a level, were right."""
@@ -147,7 +162,7 @@ class Request:
     def is_decoding(self) -> bool:
         """Runs, and all its known tokens but the last, which was sampled, are computed."""
         cache = self.cache
-        if cache is None:
+        if cache is None or self.is_stopped:
             return False
         computed = cache.num_computed_tokens
         return computed >= self.num_prompt_tokens and len(self.token_ids) - computed == 1

@@ -87,7 +87,7 @@ class Scheduler:
         self._turn_handles.pop(request.request_id, None)
         request.arrival_s = self._clock()
         request.arrival_number = self._stats.num_submitted
-        request.boundaries = self._cache.planned_boundaries(request.boundaries, request.num_prompt_tokens)
+        request.boundaries = self._cache.planned_boundaries(request.wanted_boundaries, request.num_prompt_tokens)
         self._stats.num_submitted += 1
         self._requests[request.request_id] = request
         reason = self._admission.reason_to_refuse(request)
@@ -113,15 +113,22 @@ class Scheduler:
             self._end(request, "abort")
 
     def stop(self, request_id: str, num_repeated_tokens: int | None = None) -> None:
-        """Finish a request now with reason "stop". Unknown ids are ignored.
+        """Finish a request with reason "stop". Unknown ids are ignored.
 
-        num_repeated_tokens: only so many of its tokens will be repeated; the turn ends there if the cache still can.
+        num_repeated_tokens: only so many of its tokens will be repeated, so the turn ends there. Where the live row is
+        beyond them, they are computed again from the end of the prompt, as after a suspension, and it finishes then.
         """
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or request.is_stopped:
             return
         if request.cache is not None and num_repeated_tokens is not None:
-            self._cache.rewind(request.cache, request.num_prompt_tokens + num_repeated_tokens)
+            position = request.num_prompt_tokens + num_repeated_tokens
+            self._cache.rewind(request.cache, position)
+            if request.cache.num_computed_tokens > position and self._admission.can_go_back(request, position):
+                self._leave(request, commit=True)
+                request.cut(position)
+                self._wait_again(request)
+                return
         self._finish(request, "stop")
 
     def end_turn(self, request_id: str, stable_tokens: int, has_tool_call: bool | None = None) -> None:
@@ -178,7 +185,7 @@ class Scheduler:
         stuck = self._planner.make_room(self._running, self._suspend)
         if stuck is not None:
             self._leave(stuck, commit=True)
-            self._end(stuck, "error", self._shortage())
+            self._end(stuck, "error", self._admission.shortage())
             return self.plan()
         return self._step_plan(self._planner.plan_items(self._running))
 
@@ -220,6 +227,8 @@ class Scheduler:
             else:
                 stats.num_decode_tokens += num_tokens
             self._append(request, tokens)
+            if request.is_stopped and request.cache.num_computed_tokens == len(request.token_ids):
+                reason = "stop"
             if reason is not None:
                 self._finish(request, reason)
             elif item.request_id in output.errors:
@@ -238,8 +247,7 @@ class Scheduler:
         for request in self._opened_since_step:
             if request.status == "running":
                 self._leave(request, commit=False)
-                request.status = "suspended"
-                self._waiting.add(request)
+                self._wait_again(request)
         self._opened_since_step.clear()
         self._cache.distrust({fold.target for fold in plan.folds})
 
@@ -309,15 +317,8 @@ class Scheduler:
             # Nothing runs, so nothing will change: waiting on would be for ever.
             request = self._waiting[0]
             self._leave(request, commit=False)
-            self._end(request, "error", self._shortage())
+            self._end(request, *(("stop", None) if request.is_stopped else ("error", self._admission.shortage())))
             self._may_admit = True
-
-    def _shortage(self) -> str:
-        pools = self._cache.stats()
-        return (
-            f"the cache cannot provide for the request although nothing else runs: {pools.num_pages} pages of "
-            f"{self._cache.page_size} tokens, {pools.num_rows} state rows"
-        )
 
     def _publish(self, request: Request, item: StepItem) -> None:
         """Make a prefill chunk shareable up to its last snapshot, and whole when the known tokens are computed.
@@ -361,9 +362,12 @@ class Scheduler:
         request.cache = None
         request.draft = None
         self._running.remove(request)
-        request.status = "suspended"
         request.num_suspensions += 1
         self._stats.num_suspensions += 1
+        self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
+        request.status = "suspended"
         self._waiting.add(request)
 
     def _leave(self, request: Request, *, commit: bool) -> None:

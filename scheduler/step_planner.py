@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from turnkeep.cache.cache_manager import CacheManager
 
 NO_REPLAY = Replay(0, 0)  # of models without state
-STOP_LAG_TOKENS = 16  # that a request may be ahead of what its reader has stopped at
 
 
 class StepPlanner:
@@ -57,22 +56,19 @@ class StepPlanner:
         """Items for `running` (in order of service), which all have pages for their known tokens.
 
         Every request that decodes gets its token: in its live row where no request of the step has a draft, else as
-        the root of a tree, so that all are verified by replay, and so in any case where its turn may have to end before
-        its last tokens. What is left of the budget, and one token in any case, goes to the requests that have more to
-        compute, oldest first.
+        the root of a tree, so that all are verified by replay. What is left of the budget, and one token in any case,
+        goes to the requests that have more to compute, oldest first.
         """
         items: list[StepItem] = []
         trees: list[StepItem] = []
         prefills: list[Request] = []
         has_trees = any(request.draft is not None for request in running)
-        has_history = self._cache.has_history
         num_tokens = 0
         for request in running:
             if not request.is_decoding:
                 prefills.append(request)
                 continue
-            is_tree = has_trees or (request.may_be_stopped and has_history)
-            (trees if is_tree else items).append(self._decode_item(request, is_tree=is_tree))
+            (trees if has_trees else items).append(self._decode_item(request, is_tree=has_trees))
             num_tokens += 1 if request.draft is None else 1 + request.draft.num_nodes
         budget = max(self._max_step_tokens - num_tokens, 1)
         chunks: list[StepItem] = []
@@ -98,8 +94,7 @@ class StepPlanner:
         start = sequence.num_computed_tokens
         replay = None
         if is_tree:
-            num_kept = STOP_LAG_TOKENS if request.may_be_stopped else 0
-            replay = Replay(*cache.history_room(sequence, num_tokens, num_kept)) if cache.has_history else NO_REPLAY
+            replay = Replay(*cache.history_room(sequence, num_tokens)) if cache.has_history else NO_REPLAY
         elif cache.has_history:
             cache.fold(sequence)
         return StepItem(
@@ -139,7 +134,7 @@ class StepPlanner:
         if self._cache.has_history:
             self._cache.fold(sequence)
         num_known = len(request.token_ids)
-        is_last = end == num_known
+        is_last = end == num_known and not request.is_stopped
         return StepItem(
             request_id=request.request_id,
             token_ids=request.token_ids[start:end],

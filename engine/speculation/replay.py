@@ -13,7 +13,7 @@ import torch
 
 from turnkeep.cache.copies import HistoryFold
 from turnkeep.kernels.forward_batch import CacheTensors, ForwardBatch
-from turnkeep.kernels.replay_history import HistoryFolds, HistorySpans, load_windows, move_up
+from turnkeep.kernels.replay_history import HistoryFolds, HistorySpans, load_windows
 from turnkeep.scheduler.step_plan import StepItem
 
 
@@ -40,9 +40,6 @@ class Replay:
             sources = torch.tensor([fold.source for fold in folds], dtype=torch.int64)
             targets = torch.tensor([fold.target for fold in folds], dtype=torch.int64)
             self._model.fold(HistoryFolds(spans, sources, targets), self._tensors)
-            for fold in folds:
-                if fold.num_kept:
-                    move_up(self._tensors.histories, fold.slot, fold.num_tokens, fold.num_kept, self._capacity)
 
     def begin(self, items: Sequence[StepItem]) -> None:
         """Put the windows of live rows in front of histories that are empty."""

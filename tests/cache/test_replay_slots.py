@@ -126,23 +126,6 @@ def test_snapshots_that_a_failed_step_was_to_write_are_dropped() -> None:
     cache.check()
 
 
-def test_the_last_tokens_stay_in_the_history_where_its_owner_may_have_to_go_back() -> None:
-    cache = make_cache()
-    sequence = opened(cache)
-    slot, row = sequence.history_slot, sequence.state_row
-    assert slot is not None
-    assert row is not None
-    accept(cache, sequence, 3)
-    accept(cache, sequence, 4)
-    assert cache.history_room(sequence, 3, num_kept=4) == (slot, 4)
-    assert (sequence.num_folded_tokens, sequence.num_computed_tokens) == (12, 16)
-    cache.fold(sequence)  # before the first was carried out
-    assert cache.drain_folds() == (HistoryFold(slot, 7, row, row),)
-    accept(cache, sequence, 8)
-    assert cache.history_room(sequence, 6, num_kept=4) == (slot, 2)  # as many as leave room
-    assert cache.drain_folds() == (HistoryFold(slot, 6, row, row, num_kept=2),)
-
-
 @pytest.mark.parametrize(("position", "end"), [(14, 14), (9, 12), (30, 16)])
 def test_a_turn_ends_where_its_tokens_are_repeated_as_far_as_the_row_allows(position: int, end: int) -> None:
     cache = make_cache()
@@ -150,9 +133,10 @@ def test_a_turn_ends_where_its_tokens_are_repeated_as_far_as_the_row_allows(posi
     slot, row = sequence.history_slot, sequence.state_row
     assert slot is not None
     assert row is not None
-    accept(cache, sequence, 7)
-    cache.history_room(sequence, 3, num_kept=4)
+    accept(cache, sequence, 3)
+    cache.fold(sequence)
     cache.drain_folds()
+    accept(cache, sequence, 4)
     cache.rewind(sequence, position)
     cache.check()
     tokens = [*PROMPT, *range(20, 28)]

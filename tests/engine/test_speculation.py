@@ -170,6 +170,7 @@ def test_a_stop_that_comes_late_ends_the_turn_where_it_is_repeated(kind: TinyKin
         bench.loop.step()  # while the stop is on its way
         num_ahead = len(bench.tokens("a")) - repeated
         bench.loop.receive(Stop("a", repeated))
+        bench.run()
         bench.loop.receive(EndTurn("a", len(prompt) + repeated))
         assert bench.finished("a").reason == "stop"
         again = [*prompt, *output[:repeated], 7]

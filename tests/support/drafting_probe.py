@@ -53,9 +53,6 @@ class DraftingProbe(ContentProbe):
             found.append(state)
         for fold, state in zip(plan.folds, found, strict=True):
             self.rows[fold.target] = state
-            if fold.num_kept:
-                del self.slots[fold.slot][: fold.num_tokens]
-                assert len(self.slots[fold.slot]) >= fold.num_kept
         self.num_folds += len(found)
 
     def _compute(self, item: StepItem) -> int:
