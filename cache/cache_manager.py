@@ -287,7 +287,7 @@ class CacheManager:
             self._replay.fold(seq)
             handle = self._snapshots.finish(seq, token_ids)
         if self.tiers is not None and not self.has_state:
-            self.tiers.offloader.turn_ended(seq.conversation, seq.path)
+            self.tiers.offloader.turn_ended(seq.conversation, seq.tail or seq.path)
         self._remember_leaf(seq)
         self.close(seq)
         return handle

@@ -68,7 +68,7 @@ class PrefixTree:
         index = bisect_left(order, key)
         best, best_length = None, 0
         for neighbour in order[max(index - 1, 0) : index + 1]:
-            length = _num_common_tokens(neighbour, key)
+            length = num_common_tokens(neighbour, key)
             if length > best_length:
                 best, best_length = node.children[neighbour], length
         return best, best_length
@@ -250,7 +250,7 @@ class PrefixTree:
             self._observer.leaf_unpinned(node)
 
 
-def _num_common_tokens(first: bytes, second: bytes) -> int:
+def num_common_tokens(first: bytes, second: bytes) -> int:
     """Leading tokens that two keys share."""
     length = min(len(first), len(second))
     difference = int.from_bytes(first[:length], "big") ^ int.from_bytes(second[:length], "big")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from turnkeep.cache.encoded_tokens import TOKEN_BYTES
 from turnkeep.cache.page_node import PageNode
+from turnkeep.cache.prefix_tree import num_common_tokens
 from turnkeep.cache.tiers.keys import page_key
 from turnkeep.cache.tiers.record import Record, RecordKind, TierBudget
 
@@ -23,11 +24,12 @@ NUM_NEWEST = 2
 class ColdMatch:
     """What colder tiers know of a prompt beyond what the device can use.
 
-    snapshot: the state to go on from; None for models without one. records: what must be in host memory to load it.
+    ending: the state to go on from, for models without one the tail of a page; None where it ends with a full page.
+    records: what must be in host memory to load it.
     """
 
     position: int
-    snapshot: Record | None
+    ending: Record | None
     missing_pages: tuple[bytes, ...]  # keys of the full pages before `position` that the device lacks
     records: tuple[Record, ...]
 
@@ -105,7 +107,7 @@ class ColdIndex:
         self.host = TierSpace(host, lambda record: record.num_bytes)
         self.disk = TierSpace(disk, lambda record: record.file_bytes)
         self.pages: dict[bytes, tuple[Record, int]] = {}  # page key -> its run, and its place there
-        self.suffixes: dict[bytes, dict[bytes, Record]] = {}  # page key -> tokens after it -> snapshot
+        self.suffixes: dict[bytes, dict[bytes, Record]] = {}  # page key -> tokens after it -> snapshot or tail
         self._owned: dict[bytes, dict[Record, None]] = {}  # conversation -> what was written for it, newest last
         self._page_size = page_size
         self._has_pages = has_pages
@@ -119,7 +121,7 @@ class ColdIndex:
     def find(self, record: Record) -> Record | None:
         """The record of the same name that is there already."""
         name = record.name
-        if name.kind == "snapshot":
+        if not name.page_keys:
             return self.suffixes.get(name.parent, {}).get(name.suffix)
         run = self.pages.get(name.page_keys[-1])
         return None if run is None else run[0]
@@ -135,7 +137,7 @@ class ColdIndex:
                 return False
             record.needs = before[0]
             record.needs.users.add(record)
-        if name.kind == "snapshot":
+        if not name.page_keys:
             self.suffixes.setdefault(name.parent, {})[name.suffix] = record
         else:
             for index, key in enumerate(name.page_keys):
@@ -161,6 +163,13 @@ class ColdIndex:
         for record in reversed(list(self._owned.get(owner, ()))):
             if not record.users:
                 self.remove(record)
+
+    def drop_covered(self, parent: bytes, tokens: bytes) -> None:
+        """For models without state: tails of fewer tokens go, as `tokens` behind the page `parent` are about to be
+        kept."""
+        suffixes = self.suffixes.get(parent, {})
+        for suffix in [one for one in suffixes if tokens.startswith(one)]:
+            self.remove(suffixes[suffix])
 
     def hold(self, record: Record) -> None:
         """Keep its content in host memory until as many `let_go`."""
@@ -225,7 +234,7 @@ class ColdIndex:
         record.users.clear()
         if record.needs is not None:
             record.needs.users.discard(record)
-        if name.kind == "snapshot":
+        if not name.page_keys:
             suffixes = self.suffixes[name.parent]
             del suffixes[name.suffix]
             if not suffixes:
@@ -258,13 +267,15 @@ class ColdIndex:
         best: tuple[int, Record | None, int] | None = None
         while True:
             suffixes = self.suffixes.get(key)
-            if suffixes is not None:
-                rest = encoded[offset : min(limit * TOKEN_BYTES, offset + page_bytes - TOKEN_BYTES)]
+            rest = encoded[offset : min(limit * TOKEN_BYTES, offset + page_bytes - TOKEN_BYTES)]
+            if not self._has_state:
+                record, num_common = _closest(suffixes or {}, rest)
+                if record is not None or missing:
+                    best = (offset // TOKEN_BYTES + num_common, record, len(missing))
+            elif suffixes is not None:
                 record = _longest(suffixes, rest)
                 if record is not None:
                     best = (record.name.position, record, len(missing))
-            elif not self._has_state and missing:
-                best = (offset // TOKEN_BYTES, None, len(missing))
             if offset + page_bytes > limit * TOKEN_BYTES:
                 break
             page = encoded[offset : offset + page_bytes]
@@ -277,10 +288,10 @@ class ColdIndex:
             offset += page_bytes
         if best is None or best[0] < least:
             return None
-        position, snapshot, num_missing = best
+        position, ending, num_missing = best
         pages = tuple(missing[:num_missing]) if self._has_pages else ()
         records = dict.fromkeys(self.pages[page][0] for page in pages)
-        return ColdMatch(position, snapshot, pages, (*records, *(() if snapshot is None else (snapshot,))))
+        return ColdMatch(position, ending, pages, (*records, *(() if ending is None else (ending,))))
 
     def check(self) -> None:
         """For tests: recompute every link and every count. Raises AssertionError."""
@@ -306,3 +317,13 @@ def _longest(suffixes: dict[bytes, Record], rest: bytes) -> Record | None:
         if found is not None:
             return found
     return None
+
+
+def _closest(tails: dict[bytes, Record], rest: bytes) -> tuple[Record | None, int]:
+    """The tail that shares most leading tokens with `rest`, and how many."""
+    best, best_length = None, 0
+    for suffix, record in tails.items():
+        length = num_common_tokens(suffix, rest)
+        if length > best_length:
+            best, best_length = record, length
+    return best, best_length

@@ -109,7 +109,7 @@ class Loader:
         "nothing": there is no room for it now, its content turned out to be of no use, or it may not be started. What
         host memory has is brought at once, as far as that takes a moment.
         """
-        key = cold.missing_pages[-1] if cold.snapshot is None else cold.snapshot.name.key
+        key = cold.missing_pages[-1] if cold.ending is None else cold.ending.name.key
         if key in self._loads:
             return "waiting"
         if not may_start:
@@ -120,8 +120,8 @@ class Loader:
         unread = [record for record in cold.records if record.data is None]
         encoded = bytes(match.encoded[: cold.position * TOKEN_BYTES])
         owner: ConversationKey = (match.cache_root, conversation_id)
-        runs = tuple(record for record in cold.records if record is not cold.snapshot)
-        arrival = Arrival(owner, encoded, cold.position, runs, cold.snapshot)
+        runs = tuple(record for record in cold.records if record is not cold.ending)
+        arrival = Arrival(owner, encoded, cold.position, runs, cold.ending)
         is_from_disk = any(record.data is None or record.is_ahead for record in cold.records)
         tier = "disk" if is_from_disk else "host"
         load = Load(key, arrival, cold.records, tier, cold.position - match.num_tokens, len(unread))
@@ -225,7 +225,7 @@ class Loader:
         return [load.landing.node for load in self._whole if load.landing is not None]
 
     def _count(self, load: Load, landing: Landing) -> None:
-        record, counters = load.arrival.snapshot, self._counters
+        record, counters = load.arrival.ending, self._counters
         if landing.snapshot is not None and record is not None and record.is_attached:
             self._offloader.is_stored(landing.snapshot, record)
         counters.num_hits[load.tier] += 1
@@ -244,7 +244,7 @@ class Loader:
             load.landing = None
         for record in load.records:
             record.is_ahead = False
-            if load.is_done and load.arrival.snapshot is None:
+            if load.is_done and not self._reclaimer.has_state:
                 record.is_on_device = True
             self._index.let_go(record)
         self._index.enforce_budgets()

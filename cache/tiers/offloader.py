@@ -22,7 +22,7 @@ from turnkeep.cache.tiers.cold_index import ColdIndex
 from turnkeep.cache.tiers.disk_tier import DiskTier
 from turnkeep.cache.tiers.keys import KEY_BYTES, node_key, owner_key, snapshot_key
 from turnkeep.cache.tiers.pool_content import PoolContent
-from turnkeep.cache.tiers.record import Bytes, Record, RecordName
+from turnkeep.cache.tiers.record import Bytes, Record, RecordKind, RecordName, TierBudget
 from turnkeep.cache.tiers.tier_counters import TierCounters
 
 RUN_BYTES = 2 << 20  # of one record of pages: copied and read in a few milliseconds
@@ -88,7 +88,7 @@ class Offloader:
             self._unwritten[snapshot] = _Unwritten(self._clock())
 
     def turn_ended(self, owner: Owner | None, node: PageNode) -> None:
-        """A model without state: a turn's last full page is in the tree."""
+        """A model without state: a turn's last page is in the tree, full or not."""
         if self._disk is not None and node.parent is not None:
             self._unwritten[node] = _Unwritten(self._clock(), owner)
 
@@ -104,15 +104,12 @@ class Offloader:
             if not item.is_superseded and item.kind in OFFLOADED_KINDS and not self._holds(item):
                 self._store(self._last_full_node(item), item, _owner(item), max_bytes=None)
             return
-        node = item
-        if len(node.key) < self._page_size * TOKEN_BYTES:
-            return
-        known = self._index.pages.get(node_key(self._layout, node))
-        if known is None and not node.is_superseded:
-            self._store(node, None, None, max_bytes=None)
-            known = self._index.pages.get(node_key(self._layout, node))
+        known = self._known(item)
+        if known is None and not item.is_superseded:
+            self._store_page(item, None, max_bytes=None)
+            known = self._known(item)
         if known is not None:
-            known[0].is_on_device = False
+            known.is_on_device = False
 
     def removed(self, snapshot: Snapshot) -> None:
         """It left the device, evicted or dropped."""
@@ -157,19 +154,41 @@ class Offloader:
         """True when nothing of it is left to copy."""
         if isinstance(item, Snapshot):
             return self._store(self._last_full_node(item), item, _owner(item), max_bytes=IDLE_BYTES)
-        return not item.is_attached or self._store(item, None, owner, max_bytes=IDLE_BYTES)
+        node = item
+        while node.absorbed_into is not None:
+            node = node.absorbed_into
+        return not node.is_attached or self._store_page(node, owner, max_bytes=IDLE_BYTES)
 
     # Copying
 
-    def _store(self, node: PageNode, snapshot: Snapshot | None, owner: Owner | None, *, max_bytes: int | None) -> bool:
-        """Copy the full pages up to `node` that are not stored yet, then the snapshot. max_bytes None: all or nothing.
+    def _is_full(self, node: PageNode) -> bool:
+        return len(node.key) == self._page_size * TOKEN_BYTES
+
+    def _known(self, node: PageNode) -> Record | None:
+        """The record that holds a page, of models without state."""
+        assert node.parent is not None
+        if self._is_full(node):
+            return self._index.pages.get(node_key(self._layout, node), (None, 0))[0]
+        return self._index.suffixes.get(node_key(self._layout, node.parent), {}).get(node.key)
+
+    def _store_page(self, node: PageNode, owner: Owner | None, *, max_bytes: int | None) -> bool:
+        """Copy everything up to a page, which may be filled in part, of a model without state."""
+        assert node.parent is not None
+        if self._is_full(node):
+            return self._store(node, None, owner, max_bytes=max_bytes)
+        return self._store(node.parent, node, owner, max_bytes=max_bytes)
+
+    def _store(self, node: PageNode, ending: Evictable | None, owner: Owner | None, *, max_bytes: int | None) -> bool:
+        """Copy the full pages up to `node` that are not stored yet, then the snapshot or tail behind them. max_bytes
+        None: all or nothing.
 
         True when nothing is left to copy, or nothing can be.
         """
-        record = None if snapshot is None else self._snapshot_record(snapshot, node, owner)
+        record = None if ending is None else self._ending_record(ending, node, owner)
         known = None if record is None else self._index.find(record)
-        if snapshot is not None and known is not None:
-            self.is_stored(snapshot, known)
+        if known is not None:
+            if isinstance(ending, Snapshot):
+                self.is_stored(ending, known)
             self._index.touch(known)
             return True
         is_for_disk = self._fits_disk(node, record)
@@ -186,17 +205,22 @@ class Offloader:
                 return False
             run = nodes[start : start + self._run_pages]
             content = self._pool.read_pages([one.page for one in run])
+            self._drop_covered(run[0])
             self._put(self._run_record(run, owner, len(content)), content, is_for_disk=is_for_disk)
             left -= len(content)
-        if snapshot is None or record is None:
+        if ending is None or record is None:
             return True
         if left <= 0:
             return False
-        num_slots = record.name.position - record.name.start
-        page = snapshot.node.page if num_slots else 0
-        content = self._pool.read_snapshot(snapshot.row, page, num_slots if self._has_pages else 0)
+        num_slots = record.name.position - record.name.start if self._has_pages else 0
+        if not isinstance(ending, Snapshot):
+            content = self._pool.read_snapshot(0, ending.page, num_slots)
+            self._drop_covered(ending)
+            self._counters.num_offloaded_pages += self._put(record, content, is_for_disk=is_for_disk)
+            return True
+        content = self._pool.read_snapshot(ending.row, ending.node.page if num_slots else 0, num_slots)
         if self._put(record, content, is_for_disk=is_for_disk):
-            self.is_stored(snapshot, record)
+            self.is_stored(ending, record)
             self._counters.num_offloaded_snapshots += 1
         return True
 
@@ -220,9 +244,10 @@ class Offloader:
     def _fits_host(self, node: PageNode, record: Record | None) -> bool:
         """Whether host memory could keep it with all it needs."""
         num_pages = node.end // self._page_size if self._has_pages else 0
-        budget = self._index.host.budget
-        num_snapshot_bytes = 0 if record is None else record.num_bytes
-        return num_pages * self._pool.page_bytes <= budget.page_bytes and num_snapshot_bytes <= budget.snapshot_bytes
+        num_bytes: dict[RecordKind, int] = {"pages": num_pages * self._pool.page_bytes, "snapshot": 0}
+        if record is not None:
+            num_bytes[record.name.kind] += record.num_bytes
+        return _fits(num_bytes, self._index.host.budget)
 
     def _fits_disk(self, node: PageNode, record: Record | None) -> bool:
         """Whether the disk takes writes now, and could keep it with all it needs."""
@@ -230,9 +255,10 @@ class Offloader:
             return False
         num_pages = node.end // self._page_size if self._has_pages else 0
         num_page_bytes = num_pages * (self._pool.page_bytes + KEY_BYTES + HEADER_BYTES // self._run_pages)
-        budget = self._index.disk.budget
-        num_snapshot_bytes = 0 if record is None else record.file_bytes
-        return num_page_bytes <= budget.page_bytes and num_snapshot_bytes <= budget.snapshot_bytes
+        num_bytes: dict[RecordKind, int] = {"pages": num_page_bytes, "snapshot": 0}
+        if record is not None:
+            num_bytes[record.name.kind] += record.file_bytes
+        return _fits(num_bytes, self._index.disk.budget)
 
     def _has_time_for(self, num_bytes: int) -> bool:
         """Whether what waits to be written leaves room for so much more. The disk may be slower than evictions."""
@@ -260,20 +286,32 @@ class Offloader:
         record.is_on_device = not self._has_state
         return record
 
-    def _snapshot_record(self, snapshot: Snapshot, node: PageNode, owner: Owner | None) -> Record:
+    def _ending_record(self, ending: Evictable, node: PageNode, owner: Owner | None) -> Record:
+        """A snapshot or tail behind the page `node`."""
         parent = node_key(self._layout, node)
-        num_slots = snapshot.num_tokens - node.end
-        suffix = snapshot.node.key[: num_slots * TOKEN_BYTES] if num_slots else b""
+        is_snapshot = isinstance(ending, Snapshot)
+        num_slots = (ending.num_tokens if isinstance(ending, Snapshot) else ending.end) - node.end
+        page = ending.node if isinstance(ending, Snapshot) else ending
+        suffix = page.key[: num_slots * TOKEN_BYTES] if num_slots else b""
         name = RecordName(
-            kind="snapshot",
+            kind="snapshot" if is_snapshot else "pages",
             key=snapshot_key(parent, suffix),
             parent=parent,
             start=node.end,
             suffix=suffix,
-            boundary=snapshot.kind,
+            boundary=ending.kind if isinstance(ending, Snapshot) else "declared",
             owner=b"" if owner is None else owner_key(*owner),
         )
-        return self._record(name, self._pool.row_bytes + (num_slots * self._pool.slot_bytes if self._has_pages else 0))
+        row_bytes = self._pool.row_bytes if is_snapshot else 0
+        record = self._record(name, row_bytes + (num_slots * self._pool.slot_bytes if self._has_pages else 0))
+        record.is_on_device = not self._has_state
+        return record
+
+    def _drop_covered(self, node: PageNode) -> None:
+        """A page is about to be kept: of it, what was kept of its beginning goes."""
+        if not self._has_state:
+            assert node.parent is not None
+            self._index.drop_covered(node_key(self._layout, node.parent), node.key)
 
     def _record(self, name: RecordName, num_bytes: int) -> Record:
         size = 0 if self._disk is None else self._disk.file_bytes(name, num_bytes)
@@ -307,6 +345,10 @@ class Offloader:
             self._index.disk.discard(record)
         self._index.let_go(record)
         self._index.enforce_budgets()
+
+
+def _fits(num_bytes: dict[RecordKind, int], budget: TierBudget) -> bool:
+    return all(number <= budget.of(kind) for kind, number in num_bytes.items())
 
 
 def _owner(snapshot: Snapshot) -> Owner | None:

@@ -1,8 +1,9 @@
 """What a colder tier keeps: records, each written, moved and dropped as one.
 
-A record is a run of full attention pages, or a snapshot: a state row with the filled slots of the page it ends in.
-Records hang together as the prefixes do: a run needs the run with the page before it, a snapshot the run with the last
-full page before it. A record without what it needs is worth nothing, so it goes with it.
+A record is a run of full attention pages, or what ends inside a page: a snapshot (a state row with the filled slots of
+the page it ends in), for models without state those slots alone, a tail. Records hang together as the prefixes do: a
+run needs the run with the page before it, a snapshot or tail the run with the last full page before it. A record
+without what it needs is worth nothing, so it goes with it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class RecordName:
     """What a record is, without its content: enough to find it by the tokens of a prompt.
 
     parent: key of the page before its first token (of the root at the beginning). start: full-page tokens before it.
-    page_keys: of a run, one a page. suffix: of a snapshot, the tokens after `start`, encoded as tree keys.
+    page_keys: of a run, one a page. suffix: of a snapshot or tail, the tokens after `start`, encoded as tree keys.
+    kind: a tail is of kind "pages", like a run.
     owner: digest of the conversation it was written for, empty without one.
     """
 
@@ -62,7 +64,7 @@ class RecordName:
 
     @property
     def position(self) -> int:
-        """Of a snapshot: the tokens before it."""
+        """Of a snapshot or tail: the tokens before its end."""
         return self.start + len(self.suffix) // TOKEN_BYTES
 
 

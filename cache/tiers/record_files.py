@@ -26,7 +26,7 @@ from turnkeep.cache.boundary import BoundaryKind
 from turnkeep.cache.tiers.keys import KEY_BYTES
 from turnkeep.cache.tiers.record import Bytes, RecordKind, RecordName
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAGIC = b"TKTIER1\n"
 PREFIX = struct.Struct(">8sII")
 MAX_HEADER_BYTES = 1 << 24

@@ -34,15 +34,15 @@ class TakeoverError(Exception):
 class Arrival:
     """Content in host memory of tokens [0, position) of a prompt, as far as the device lacked it.
 
-    encoded: those tokens as tree keys. records: runs, all with their content. snapshot: the state at `position`, None
-    for models without state. owner: who asked for it.
+    encoded: those tokens as tree keys. records: runs, all with their content. ending: the state at `position`; for
+    models without state the tail with the tokens before it, or None. owner: who asked for it.
     """
 
     owner: ConversationKey
     encoded: bytes
     position: int
     records: tuple[Record, ...]
-    snapshot: Record | None
+    ending: Record | None
 
 
 @dataclass(slots=True, eq=False)
@@ -91,13 +91,16 @@ class Takeover:
         if there.end < landing.end:
             # Of what is still to come, all is asked for: a piece that helps nobody would be evicted for.
             num_pages = (landing.end - there.end) // self._page_size
-            self._require_room(num_pages + self._needs_tail(landing), int(arrival.snapshot is not None))
+            self._require_room(num_pages + self._needs_tail(landing), int(arrival.ending is not None))
             self._insert_pages(landing)
-            if arrival.snapshot is not None or landing.node.end < landing.end:
+            if arrival.ending is not None or landing.node.end < landing.end:
                 return False
-        if arrival.snapshot is not None:
+        if arrival.ending is not None:
             self._require_room(self._needs_tail(landing), 1)
-            landing.snapshot = self._insert_snapshot(landing, arrival.snapshot)
+            if self._reclaimer.has_state:
+                landing.snapshot = self._insert_snapshot(landing, arrival.ending)
+            else:
+                self._insert_tail(landing, arrival.ending)
         return True
 
     def end(self, landing: Landing) -> None:
@@ -106,7 +109,7 @@ class Takeover:
 
     def _needs_tail(self, landing: Landing) -> int:
         arrival = landing.arrival
-        return int(self._reclaimer.has_pages and arrival.snapshot is not None and arrival.position > landing.end)
+        return int(self._reclaimer.has_pages and arrival.ending is not None and arrival.position > landing.end)
 
     def _require_room(self, num_pages: int, num_rows: int) -> None:
         if not self._reclaimer.can_make_room(num_pages, num_rows):
@@ -156,20 +159,34 @@ class Takeover:
         if present is not None:
             return present
         self._reclaimer.make_room(self._needs_tail(landing), 1)
-        row, num_slots, page = self._reclaimer.rows.allocate(), 0, 0
+        row, num_slots = self._reclaimer.rows.allocate(), 0
         if suffix:
-            covering = self._tree.covering_child(node, suffix)
-            if covering is None:
-                if self._reclaimer.has_pages:
-                    num_slots = len(suffix) // TOKEN_BYTES
-                    (page,) = self._reclaimer.pages.allocate(1)
-                covering = self._tree.insert(node, suffix, page)
-                if self._reclaimer.has_pages:
-                    self._reclaimer.pages.release(page)
-            node = covering
+            node, num_slots = self._insert_suffix(node, suffix)
         assert record.data is not None
         content = record.data if num_slots else record.data[: self._pool.row_bytes]
-        self._pool.write_snapshot(row, page, num_slots, content)
+        self._pool.write_snapshot(row, node.page, num_slots, content)
         snapshot = self._reclaimer.add(node, arrival.position, row, record.name.boundary)
         self._retention.adopt(arrival.owner, snapshot)
         return snapshot
+
+    def _insert_tail(self, landing: Landing, record: Record) -> None:
+        """Put a partly filled page behind the node; one that holds the same tokens and is there already stays."""
+        self._reclaimer.make_room(1, 0)
+        node, num_slots = self._insert_suffix(landing.node, record.name.suffix)
+        if num_slots:
+            assert record.data is not None
+            self._pool.write_snapshot(0, node.page, num_slots, record.data)
+            self._tree.pin(node)
+            self._reclaimer.release(node)  # who evicts hears of it
+
+    def _insert_suffix(self, node: PageNode, suffix: bytes) -> tuple[PageNode, int]:
+        """The child of `node` with these tokens, and how many slots of its page are to be filled: 0 if it was there."""
+        covering = self._tree.covering_child(node, suffix)
+        if covering is not None:
+            return covering, 0
+        if not self._reclaimer.has_pages:
+            return self._tree.insert(node, suffix, 0), 0
+        (page,) = self._reclaimer.pages.allocate(1)
+        child = self._tree.insert(node, suffix, page)
+        self._reclaimer.pages.release(page)  # the child holds it now
+        return child, len(suffix) // TOKEN_BYTES

@@ -70,12 +70,12 @@ class SteppedBackground:
 class DriverContent:
     """PoolContent of a driver's cells and rows: eight bytes a slot and a row."""
 
-    row_bytes = HASH_BYTES
     slot_bytes = HASH_BYTES
     row_parts = (StatePart("hash", 1, (2,), "float32"),)
 
     def __init__(self, driver: CacheDriver) -> None:
         self._driver = driver
+        self.row_bytes = HASH_BYTES if driver.kind != "attention_only" else 0
         self.page_bytes = driver.page_size * HASH_BYTES
 
     def describe(self) -> str:
@@ -90,11 +90,13 @@ class DriverContent:
             self._driver.cells[page][:] = cells
 
     def read_snapshot(self, row: int, page: int, num_slots: int) -> Bytes:
-        values = [self._driver.rows[row], *self._driver.cells[page][:num_slots]]
+        values = [*self._driver.rows[row : row + self.row_bytes // HASH_BYTES], *self._driver.cells[page][:num_slots]]
         return np.array(values, dtype=np.int64).view(np.uint8)
 
     def write_snapshot(self, row: int, page: int, num_slots: int, content: Bytes) -> None:
-        self._driver.rows[row], *slots = content.copy().view(np.int64).tolist()
+        slots = content.copy().view(np.int64).tolist()
+        if self.row_bytes:
+            self._driver.rows[row] = slots.pop(0)
         self._driver.cells[page][:num_slots] = slots[:num_slots]
 
 

@@ -32,8 +32,7 @@ def test_evicted_turn_comes_back_from_a_colder_tier(kind: ModelKind, on_disk: bo
     driver.settle_background()
     assert driver.match(NEXT).num_tokens == 0
     match = driver.bring(NEXT, "c")
-    # Without state only full pages are kept: what the partly filled one holds is computed again.
-    assert match.num_tokens == (hot if kind != "attention_only" else hot // 4 * 4)
+    assert match.num_tokens == hot
     driver.open_brought(NEXT, "c")
     assert driver.counters.num_hits["host"] == 1
 
@@ -45,10 +44,42 @@ def test_a_new_process_goes_on_from_what_the_disk_holds(kind: ModelKind, tmp_pat
     first.idle()
     second = TieredDriver(tmp_path, kind)
     match = second.bring(NEXT, "c")
-    assert match.num_tokens == (59 if kind != "attention_only" else 56)
+    assert match.num_tokens == 59
     run = second.open_brought(NEXT, "c")
     assert second.finish_turn(run, ANSWER) is not None or kind == "attention_only"
     assert second.counters.num_hits == {"disk": 1}
+
+
+def test_the_last_page_of_a_model_without_state_is_used_as_far_as_a_prompt_repeats_it(tmp_path: Path) -> None:
+    first = TieredDriver(tmp_path, "attention_only", page_size=16)
+    turn(first)
+    first.idle()
+    for num_repeated in (48, 49, 55, 59):
+        second = TieredDriver(tmp_path, "attention_only", page_size=16)
+        prompt = [*NEXT[:num_repeated], 1, 2]
+        assert second.bring(prompt, "c").num_tokens == num_repeated
+        run = second.open_brought([*prompt, *range(300, 320)], "c")
+        second.finish_turn(run, ANSWER)  # content is checked
+
+
+def test_what_is_kept_of_a_page_gives_way_to_more_of_it(tmp_path: Path) -> None:
+    driver = TieredDriver(tmp_path, "attention_only", page_size=16)
+    tails: list[list[int]] = []
+    tokens = PROMPT[:34]
+    for num_new in (4, 4, 10):
+        tokens = driver.turn([*tokens, *range(900, 900 + num_new)], [7], "c").token_ids
+        driver.idle()
+        tails.append([record.name.position for record in driver.tiers.index.disk if not record.name.page_keys])
+    assert tails == [[38], [43], [54]]
+    assert len(list(tmp_path.iterdir())) == len(driver.tiers.index.disk)
+
+
+def test_an_evicted_last_page_is_kept_although_it_was_never_written(tmp_path: Path) -> None:
+    driver = TieredDriver(tmp_path, "attention_only", page_size=16)
+    turn(driver)
+    driver.cache.clear()
+    driver.settle_background()
+    assert TieredDriver(tmp_path, "attention_only", page_size=16).bring(NEXT, "c").num_tokens == 59
 
 
 def test_loaded_snapshot_is_superseded_by_the_turn_that_used_it(tmp_path: Path) -> None:
@@ -283,7 +314,7 @@ def test_a_closed_conversation_leaves_nothing_on_disk(
     driver.cache.clear()
     driver.settle_background()
     assert driver.bring(NEXT, "c").num_tokens == (0 if kind == "attention_only" else 20), "the trunk is everybody's"
-    assert driver.bring([*(token + 1000 for token in PROMPT), *ANSWER, 1]).num_tokens >= 56
+    assert driver.bring([*(token + 1000 for token in PROMPT), *ANSWER, 1]).num_tokens == 59
 
 
 def test_what_a_fork_goes_on_from_outlives_its_parent(tmp_path: Path) -> None:
@@ -295,7 +326,7 @@ def test_what_a_fork_goes_on_from_outlives_its_parent(tmp_path: Path) -> None:
     driver.cache.close_conversation("", "parent")
     driver.cache.clear()
     driver.settle_background()
-    assert driver.bring([*tokens, *range(400, 440), *ANSWER, 1]).num_tokens == 108
+    assert driver.bring([*tokens, *range(400, 440), *ANSWER, 1]).num_tokens == 109
 
 
 def test_a_snapshot_whose_file_is_gone_is_offloaded_again_when_it_is_evicted(tmp_path: Path) -> None:
