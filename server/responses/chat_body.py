@@ -73,7 +73,9 @@ def response_params() -> Iterator[None]:
     try:
         yield
     except errors.ApiError as error:
-        error.param = response_param(error.param)
+        theirs, error.param = error.param, response_param(error.param)
+        if theirs is not None and error.message.startswith(f"{theirs} "):
+            error.message = f"{error.param}{error.message.removeprefix(theirs)}"
         raise
 
 
