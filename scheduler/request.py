@@ -117,6 +117,8 @@ class Request:
     @property
     def max_computed_tokens(self) -> int:
         """Tokens that are computed by the time it finishes: the last sampled one is never fed to the model."""
+        if self.is_stopped:
+            return len(self.token_ids)
         return self.num_prompt_tokens + self.sampling.max_new_tokens - 1
 
     @property

@@ -64,6 +64,15 @@ def test_only_the_answer_is_computed_again() -> None:
     assert num_computed(bench) - before == 20
 
 
+def test_no_room_is_asked_for_tokens_that_will_not_come() -> None:
+    bench = make_loop("hybrid")
+    bench.loop.receive(submit("a", PROMPT, 90, may_be_stopped=True))
+    until(bench, "a", 24)
+    bench.loop.receive(Stop("a", 20))
+    (request,) = bench.loop._scheduler._waiting
+    assert request.max_computed_tokens == len(PROMPT) + 20
+
+
 def test_a_prompt_whose_end_was_not_kept_is_not_computed_again() -> None:
     bench = make_loop("hybrid", num_state_rows=2)  # the padding and the one that it runs in
     bench.loop.receive(submit("a", PROMPT, 90, may_be_stopped=True))
