@@ -58,6 +58,16 @@ class AnswerText:
         return max(self._num_shown_tokens - UNSURE_TOKENS, 0)
 
     @property
+    def num_unsent_tokens(self) -> int:
+        """How many of the last tokens come, perhaps, after what stopped the answer."""
+        return len(self.output_ids) - self.num_repeated_tokens if self.is_stopped else 0
+
+    @property
+    def has_calls(self) -> bool:
+        """A tool call was delivered."""
+        return self._num_calls > 0
+
+    @property
     def stop_string(self) -> str | None:
         """The stop string that ended the answer."""
         return self._stop_strings.matched

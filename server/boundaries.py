@@ -159,11 +159,13 @@ class BoundaryFinder:
         prompt: EncodedPrompt | None = None,
         now: float | None = None,
         held: EncodedPrompt | None = None,
+        num_unsent: int = 0,
     ) -> TurnEnd:
         """How the next prompt begins, and how many of engine_ids (prompt and sampled tokens) it repeats, if the client
         returns the answer as it is and sends what it asks for: results of its tool calls, or a user message.
 
-        held: engine_ids with their text, where they are remembered; the next prompt then gets these ids.
+        held: engine_ids with their text, where they are remembered; the next prompt then gets these ids. num_unsent:
+        of engine_ids so many of the last ones are not, or not for certain, a part of the answer.
         """
         try:
             if prompt is None:
@@ -184,7 +186,7 @@ class BoundaryFinder:
         stable = common_prefix_tokens(engine_ids, ids)
         key = table_key(bool(answer[0].get("tool_calls")), bool(tools), template_kwargs)
         with self._lock:
-            put_newest(self._changed_answers, key, stable < len(engine_ids) - 1, MAX_CLASSES)
+            put_newest(self._changed_answers, key, stable < len(engine_ids) - max(num_unsent, 1), MAX_CLASSES)
         return TurnEnd(stable, ids)
 
     def _trunk(self, prompt: EncodedPrompt, setting: RenderSetting) -> int | None:
@@ -239,7 +241,7 @@ class BoundaryFinder:
         drops_reasoning = self._encoder.template.reads_reasoning and any(
             message.get("tool_calls") and not message.get("reasoning_content") for message in turn
         )
-        if not drops_reasoning and not self._are_changed(setting, calls=True):
+        if not drops_reasoning and not self.are_changed(setting, calls=True):
             return None
         return self._position(prompt, self._stable_chars("loop", messages, prompt.text, setting))
 
@@ -248,11 +250,12 @@ class BoundaryFinder:
         changed: then nothing else is kept there."""
         messages = prompt.guarded.messages
         is_first = find_last_user(messages[:-1]) is None
-        if messages[-1]["role"] != "user" or is_first or not self._are_changed(setting, calls=False):
+        if messages[-1]["role"] != "user" or is_first or not self.are_changed(setting, calls=False):
             return None
         return self._position(prompt, self._stable_chars("fork", messages, prompt.text, setting, num_replaced=1))
 
-    def _are_changed(self, setting: RenderSetting, *, calls: bool) -> bool:
+    def are_changed(self, setting: RenderSetting, *, calls: bool) -> bool:
+        """Whether prompts were seen to repeat answers, or calls, otherwise than they were generated."""
         return self._changed_answers.get(table_key(calls, bool(setting.tools), setting.template_kwargs), False)
 
     def _stable_chars(

@@ -254,7 +254,9 @@ class ChatService:
         end = TurnEnd(0, [])
         try:
             end = await self.in_text_worker(
-                lambda: self.text_model.turn_end(turn.request, turn.prompt, answer, output_ids)
+                lambda: self.text_model.turn_end(
+                    turn.request, turn.prompt, answer, output_ids, choice.text.num_unsent_tokens
+                )
             )
         except Exception:
             # The answer is good whatever happens here; only the next turn would have to compute more.

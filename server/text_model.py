@@ -152,7 +152,12 @@ class TextModel:
         return _bare_prompt(encoded)
 
     def turn_end(
-        self, request: TurnRequest, prompt: Prompt, answer: dict[str, object], output_ids: list[int]
+        self,
+        request: TurnRequest,
+        prompt: Prompt,
+        answer: dict[str, object],
+        output_ids: list[int],
+        num_unsent: int = 0,
     ) -> TurnEnd:
         """What the next prompt will repeat of prompt + output when the client sends `answer` back, and how it begins.
 
@@ -171,7 +176,12 @@ class TextModel:
             prompt=prompt.encoded,
             now=prompt.now,
             held=held,
+            num_unsent=num_unsent,
         )
+
+    def repeats_answer(self, prompt: Prompt, *, has_calls: bool) -> bool:
+        """Whether a next prompt is likely to repeat the tokens of an answer like this one."""
+        return not (prompt.is_chat and self.boundaries.are_changed(prompt.encoded.setting, calls=has_calls))
 
     def message_at(self, request: TurnRequest, prompt: Prompt, position: int) -> int | None:
         """Index of the request's message to which the token at a position belongs; None behind all messages, or where

@@ -218,7 +218,9 @@ class Turn:
         deltas = choice.text.push(tokens.token_ids, tokens.logprobs)
         if choice.text.is_stopped and not choice.is_stop_sent:
             choice.is_stop_sent = True
-            self.engine.stop(choice.request_id, choice.text.num_repeated_tokens)
+            # Where the next prompt will not repeat the answer, there is nothing to go back for.
+            is_repeated = self._service.text_model.repeats_answer(self.prompt, has_calls=choice.text.has_calls)
+            self.engine.stop(choice.request_id, choice.text.num_repeated_tokens if is_repeated else None)
         return deltas
 
     async def _receive(self, choice: Choice, event: Admitted | Finished) -> list[TurnEvent]:

@@ -59,6 +59,7 @@ class ScriptedEngine(LocalHandle):
         self.submitted: list[Submit] = []
         self.aborted: list[str] = []
         self.stopped: list[str] = []
+        self.num_repeated: list[int | None] = []  # as the stops say
         self.ended_turns: dict[str, int] = {}
         self.closed_conversations: list[str] = []
         self.prepared: list[Prepare] = []
@@ -130,6 +131,7 @@ class ScriptedEngine(LocalHandle):
             self._interrupt(message.request_id, "abort")
         elif isinstance(message, Stop):
             self.stopped.append(message.request_id)
+            self.num_repeated.append(message.num_repeated_tokens)
             self._interrupt(message.request_id, "stop")
         elif isinstance(message, EndTurn):
             self.ended_turns[message.request_id] = message.stable_tokens
