@@ -76,25 +76,19 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def fold(self, folds: Sequence[HistoryFold]) -> None:
-        """Carry out folds that were planned, outside of a step."""
-        self._replay.fold(folds)
-
     def settle(self, folds: Sequence[HistoryFold]) -> None:
         """Outside of a step, before pages or rows are read or written: everything that was put off."""
-        self.fold(folds)
-        if self._drafter is not None:
-            self._drafter.settle()
+        self._settle_drafts(None)
+        self._replay.fold(folds)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Raises whatever the model raises; the step has failed then, and no item has been computed."""
         started_s = time.perf_counter()
         items = plan.items
-        if self._drafter is not None:
-            if plan.page_copies:
-                self._drafter.settle()
-            self._drafter.settle(items)
+        if plan.page_copies or plan.row_copies:
+            self._settle_drafts(None)
+        self._settle_drafts(items)
         self._replay.fold(plan.folds)
         self._storage.apply_copies(plan.page_copies, plan.row_copies)
         self._replay.begin(items)
@@ -141,11 +135,12 @@ class ModelRunner:
         of_step: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         if states is not None and normed is not None:
             if plan.tree_grant is None and not chosen.errors:
-                first = batch.num_decodes
-                asked = (*self._drafter.put_off(items[:first], normed), *items[first:])
+                num_single = batch.num_decodes + (batch.num_trees if batch.num_tree_nodes == batch.num_trees else 0)
+                if num_single and self._drafter.put_off(items[:num_single], normed[:num_single]):
+                    asked = items[num_single:]
             if asked:
-                pairs = zip(states.of_items(items, batch, normed, accepted), states.previous(items), strict=True)
-                of_step = dict(zip((item.request_id for item in items), pairs, strict=True))
+                pairs = zip(states.of_items(asked, batch, normed, accepted), states.previous(asked), strict=True)
+                of_step = dict(zip((item.request_id for item in asked), pairs, strict=True))
             states.store(items, batch, normed)
         self._replay.accept(items, batch, accepted)
         if not asked:
@@ -161,6 +156,10 @@ class ModelRunner:
             for request, tree in zip(requests, trees, strict=True)
             if tree is not None and tree.num_nodes
         }
+
+    def _settle_drafts(self, going_on: Sequence[StepItem] | None) -> None:
+        if self._drafter is not None and not self._drafter.settle(going_on) and self._hidden_states is not None:
+            self._hidden_states.settle()
 
     def _choose_threads(self, *, is_decode: bool) -> None:
         if self._decode_threads is None:

@@ -25,7 +25,7 @@ NUM_BINS = len(EDGES) + 1
 TABLE_TRUST = 8.0  # nodes after which a bin counts as much as the drafter's word
 TABLE_LIMIT = 512.0  # nodes of a bin, which is halved then: what was learnt long ago fades
 REQUEST_TRUST = 4.0  # expected nodes after which a request's own factor counts as much as one
-REQUEST_MEMORY = 0.97
+REQUEST_MEMORY = 0.85  # a step's: an answer may turn to what the drafter does not know
 MAX_FACTOR = 1.5
 
 WINDOW_STEPS, WINDOW_EXPECTED = 32, 6.0  # with nothing accepted although so much was promised, a request rests

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FILE_VERSION = 1
 REGIME_MEMORY = 0.95
-REGIME_TRUST = 4.0  # measurements after which a regime's own factor counts as much as none
+REGIME_TRUST = 2.0  # measurements after which a regime's own factor counts as much as none
 MAX_REGIME_FACTOR = 4.0
 
 # Seconds: a step, a prefill token, a (query, key) pair of prefill, a decode, a draft node, that there are any, a
@@ -92,13 +92,26 @@ class DraftLoad:
 LEAST_STEP_S = 1e-6  # no step is free, whatever a fit on a busy machine makes of it
 
 
+@dataclass(slots=True)
+class _Regime:
+    """Steps with about so many requests, with drafts or without: how many, and the sum of their features, each in
+    parts of the time it took, so that a step which something interrupted says little. Older ones count less."""
+
+    weight: float
+    features: Float64Array
+
+    def add(self, features: Sequence[float], seconds: float) -> None:
+        self.weight = REGIME_MEMORY * self.weight + 1.0
+        self.features = REGIME_MEMORY * self.features + np.asarray(features) / seconds
+
+
 class StepCost:
     """Predicts and learns. Seconds are wall-clock seconds of this engine."""
 
     def __init__(self) -> None:
         self._compute = OnlineLeastSquares(COMPUTE_PRIOR)
         self._draft = OnlineLeastSquares(DRAFT_PRIOR)
-        self._regimes: dict[tuple[int, bool], tuple[float, float]] = {}  # (weight, mean log of measured / predicted)
+        self._regimes: dict[tuple[int, bool], _Regime] = {}
 
     @property
     def num_measured(self) -> int:
@@ -108,14 +121,13 @@ class StepCost:
         """A step, without its drafting, took so long."""
         if not seconds > 0:
             return
+        features = load.features()
         if load.num_decodes and not load.num_prefill_tokens:
-            ratio = math.log(seconds / max(self._compute.predict(load.features()), 1e-9))
             key = _regime(load.num_decodes, load.num_nodes > 0)
-            weight, mean = self._regimes.get(key, (0.0, 0.0))
-            weight = REGIME_MEMORY * weight + 1.0
-            bound = math.log(MAX_REGIME_FACTOR)
-            self._regimes[key] = (weight, mean + (min(max(ratio, -bound), bound) - mean) / weight)
-        self._compute.measured(load.features(), seconds)
+            if key not in self._regimes:
+                self._regimes[key] = _Regime(0.0, np.zeros(len(features)))
+            self._regimes[key].add(features, seconds)
+        self._compute.measured(features, seconds)
 
     def measured_draft(self, load: DraftLoad, seconds: float) -> None:
         """The drafting after a step took so long."""
@@ -136,7 +148,7 @@ class StepCost:
         node = per_node + per_pair * num_decode_pairs / max(num_decodes, 1)
         factor = self._factor(num_decodes, has_nodes=True)
         plain_s = max(plain * self._factor(num_decodes, has_nodes=False), LEAST_STEP_S)
-        one_s = max((plain + any_nodes + node) * factor, LEAST_STEP_S)
+        one_s = max((plain + any_nodes + node) * factor, plain_s)
         seconds: Float64Array = one_s + (num_nodes - 1.0) * (node * factor)
         return np.where(num_nodes < 1.0, plain_s + num_nodes * (one_s - plain_s), seconds)
 
@@ -146,11 +158,17 @@ class StepCost:
 
     def num_measured_alike(self, num_decodes: int, *, has_nodes: bool) -> float:
         """Measurements of such steps, older ones counting less: never much more than 20."""
-        return self._regimes.get(_regime(num_decodes, has_nodes), (0.0, 0.0))[0]
+        regime = self._regimes.get(_regime(num_decodes, has_nodes))
+        return 0.0 if regime is None else regime.weight
 
     def _factor(self, num_decodes: int, has_nodes: bool) -> float:
-        weight, mean = self._regimes.get(_regime(num_decodes, has_nodes), (0.0, 0.0))
-        return math.exp(mean * weight / (weight + REGIME_TRUST))
+        """Of what the fit says now about the steps that were measured there."""
+        regime = self._regimes.get(_regime(num_decodes, has_nodes))
+        if regime is None:
+            return 1.0
+        predicted = self._compute.predict(regime.features)  # of steps of a second each
+        factor = regime.weight / max(predicted, regime.weight / MAX_REGIME_FACTOR)
+        return float(max(factor, 1.0 / MAX_REGIME_FACTOR) ** (regime.weight / (regime.weight + REGIME_TRUST)))
 
     def values(self) -> dict[str, list[float]]:
         """What is known, for a file."""

@@ -14,8 +14,8 @@ import numpy as np
 from turnkeep.scheduler.cost_model import DraftLoad, StepCost
 from turnkeep.scheduler.proposed_nodes import Float64Array, Int64Array
 
-UNKNOWN_ACCEPTANCE = 0.9  # of a node given the one above, before any was seen: deep drafts are tried first
 MAX_SAMPLES, MAX_NODES = 16, 384  # steps that are remembered, and nodes of them
+LEAST_GAIN = 1.02  # over plain decoding: the best of many estimates is rather too good
 CHEAP_DRAFTING = 0.02  # of a plain step: drafting that costs less is always done, its result is judged when it is there
 
 
@@ -36,9 +36,11 @@ class DraftOutlook:
         self._samples: deque[tuple[float, Int64Array, Float64Array]] = deque(maxlen=MAX_SAMPLES)
         self._num_nodes = 0
         self._offset = 0
+        self.has_news = False  # something was proposed since the last judgement
 
     def saw(self, num_decodes: int, depths: Int64Array, paths: Float64Array) -> None:
         """The nodes that were proposed for a step with so many decodes, [N] each, the worthiest first."""
+        self.has_news = True
         num_alike = float(num_decodes)
         every = -(-len(paths) // MAX_NODES)
         if every > 1:  # some of each depth stand for all of them, others every time
@@ -52,8 +54,21 @@ class DraftOutlook:
         while self._num_nodes > MAX_NODES and len(self._samples) > 1:
             self._num_nodes -= len(self._samples.popleft()[1])
 
+    @property
+    def num_samples(self) -> int:
+        """Steps that it knows of."""
+        return len(self._samples)
+
+    def forget(self) -> None:
+        """What was proposed lately says nothing any more."""
+        self._samples.clear()
+        self._num_nodes = 0
+
     def best(self, num_decodes: int, num_pairs: float) -> Outlook:
         """For a step with so many decodes and (query, key) pairs of them."""
+        self.has_news = False
+        if not self._samples:
+            return Outlook(0, 0.0)
         share, depths, paths = self._average(num_decodes)
         order = (-paths).argsort()
         levels = np.arange(1, self._max_depth + 1)
@@ -72,7 +87,7 @@ class DraftOutlook:
         rates[numbers == 0] = 0.0
         places = rates.argmax(axis=1)
         plain_s = float(self._cost.decode_s(num_decodes, num_pairs, np.zeros(1))[0])
-        best, best_rate = Outlook(0, 0.0), num_decodes / plain_s
+        best, best_rate = Outlook(0, 0.0), LEAST_GAIN * num_decodes / plain_s
         for depth, place in enumerate(places.tolist(), start=1):
             rate = float(rates[depth - 1, place])
             is_free = best.depth == 0 and drafting_s[depth - 1] < CHEAP_DRAFTING * plain_s
@@ -85,9 +100,6 @@ class DraftOutlook:
 
         Levels that were not proposed lately go on as the ones above did.
         """
-        if not self._samples:
-            depths = np.arange(1, self._max_depth + 1, dtype=np.int64)
-            return float(num_decodes), depths, np.power(UNKNOWN_ACCEPTANCE, depths.astype(np.float64))
         depths = np.concatenate([sample[1] for sample in self._samples])
         paths = np.concatenate([sample[2] for sample in self._samples])
         sums = np.bincount(depths, weights=paths)

@@ -44,7 +44,9 @@ class Drafting:
         """For all that run: a prompt that ends with this step may be drafted for, too."""
         if self._budget is None:
             return self._fixed_grant
-        return self._budget.grant(len(running), sum(len(request.token_ids) for request in running))
+        num_tokens = sum([len(request.token_ids) for request in running])
+        has_new = any(len(request.token_ids) == request.num_prompt_tokens for request in running)
+        return self._budget.grant(len(running), num_tokens, has_new=has_new)
 
     def measured(self, plan: StepPlan, output: StepOutput) -> None:
         """A step was carried out."""

@@ -34,7 +34,7 @@ class OnlineLeastSquares:
         self.num_measured = 0
         self._waiting: list[tuple[Sequence[float], float]] = []
 
-    def predict(self, features: Sequence[float]) -> float:
+    def predict(self, features: Sequence[float] | Float64Array) -> float:
         return float(self.costs.dot(features))
 
     def measured(self, features: Sequence[float], seconds: float) -> None:

@@ -67,7 +67,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that are computed: the items' own and the nodes of their drafts."""
-        return sum(len(item.token_ids) + (item.draft.num_nodes if item.draft else 0) for item in self.items)
+        return sum([len(item.token_ids) + (item.draft.num_nodes if item.draft else 0) for item in self.items])
 
 
 @dataclass(slots=True, frozen=True)

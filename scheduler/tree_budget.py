@@ -19,6 +19,7 @@ import numpy as np
 from turnkeep.scheduler.acceptance import AcceptanceStatistics
 from turnkeep.scheduler.cost_model import DraftLoad, StepCost, StepCostFile, StepLoad
 from turnkeep.scheduler.draft_outlook import DraftOutlook, Outlook
+from turnkeep.scheduler.draft_probes import DraftProbes
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.proposed_nodes import Flags, Float64Array, ProposedNodes
 from turnkeep.scheduler.speculation_config import SpeculationConfig
@@ -26,15 +27,15 @@ from turnkeep.scheduler.step_plan import StepOutput, StepPlan
 
 log = logging.getLogger(__name__)
 
-PROBE_EVERY, MAX_PROBE_EVERY = 64, 256  # steps without drafts after which some are made, to see what they give
-PROBE_STEPS = 2
 CHECK_EVERY, FIRST_CHECK_EVERY = 128, 16  # steps with drafts after which some have none: their price stays known
 CHECK_STEPS = 2  # the first brings rows up to their sequences, which plain decoding need not
 FRESH = 3.0  # measured plain steps with as many requests, up to which checks come as often as the first
 KNOWN = 12.0  # from so many on not all of them are measured
+MAX_FIRST, LEAST_KNOWN = 4, 1.5  # plain steps before the first drafts of so many requests, and measured ones that do
 LEAST_MEASURED = 64  # steps that are worth keeping for the next engine
 GROWTH = 1.5  # of the nodes that paid lately, proposed for the next step
-LEARN_EVERY = 8  # verified drafts, or steps
+LEARN_EVERY, LEARN_STEPS = 8, 2  # verified drafts, or steps with some
+LOOK_EVERY = 16  # plain steps in a row
 OUTLOOK_STEPS = 8  # for which what may be proposed stays as it is
 
 
@@ -98,11 +99,12 @@ class TreeBudget:
         self._judged = Outlook(0, 0.0)
         self._judged_for = 0  # decodes
         self._num_steps = 0  # since then
-        self._num_plain = 0  # steps since drafts were asked for
+        self._probes = DraftProbes()
         self._num_drafted = 0  # steps since one had none
         self._num_to_check = 0  # plain steps that are due
-        self._probe_every = PROBE_EVERY
-        self._is_probe = False
+        self._is_probe = False  # what was asked for last
+        self._regime = 0  # of the last grant
+        self._num_first = 0  # plain steps in it to see what they cost
         self._verified: list[tuple[str, DraftTree, Sequence[int]]] = []  # to learn from
         self._num_unlearnt = 0  # steps with them
         self._forgotten: list[str] = []  # requests that have ended since then
@@ -116,6 +118,9 @@ class TreeBudget:
         """
         chosen: list[DraftTree | None] = [None] * len(drafts)
         self._choice = choice = Choice(num_decodes)
+        if not drafts:
+            self._count(choice)
+            return chosen
         awake = [place for place, request_id in enumerate(request_ids) if not self.acceptance.rests(request_id)]
         if awake:
             proposed = [drafts[place] for place in awake]
@@ -132,10 +137,10 @@ class TreeBudget:
                 is_kept[order[: choice.num_granted]] = True
                 for place, part in zip(awake, _parts(proposed, nodes, is_kept), strict=True):
                     chosen[place] = part
+            if self._is_probe and self._probes.is_first:
+                self._outlook.forget()
             self._outlook.saw(num_decodes, nodes.depths[order], best)
         self._count(choice)
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("tree budget: %s", choice)
         return chosen
 
     def _choose_number(self, choice: Choice, num_tokens: int, best: Float64Array) -> None:
@@ -149,7 +154,6 @@ class TreeBudget:
             number, choice.reason = int(rates[1:].argmax()) + 1, " (to see what they give)"
         elif number and self._is_check_due(num_decodes):
             number, choice.reason = 0, " (to see what a plain step costs)"
-        self._is_probe = False
         choice.num_proposed, choice.num_granted = len(best), number
         choice.expected_tokens = float(expected[number])
         choice.plain_s, choice.step_s = float(seconds[0]), float(seconds[number])
@@ -162,6 +166,8 @@ class TreeBudget:
         return self._num_to_check >= 0
 
     def _count(self, choice: Choice) -> None:
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("tree budget: %s", choice)
         counts = self.counts
         counts.num_proposed += choice.num_proposed
         counts.num_granted += choice.num_granted
@@ -173,23 +179,20 @@ class TreeBudget:
             self._num_drafted = 0
             counts.num_plain_steps += 1
 
-    def grant(self, num_requests: int, num_tokens: int) -> TreeGrant | None:
+    def grant(self, num_requests: int, num_tokens: int, *, has_new: bool = False) -> TreeGrant | None:
         """What may be proposed for the step after the coming one, by so many requests that attend to so many tokens
-        together; None: drafting would not pay."""
+        together; None: drafting would not pay. has_new: some of them has no token of its own yet."""
         if num_requests == 0:
             return None
+        if self._is_plain_first(num_requests):
+            return None
         depth = self._judge(num_requests, num_tokens).depth
-        if depth == 0:
-            self._num_plain += 1
-            if self._num_plain <= self._probe_every - PROBE_STEPS:
-                return None
-            if self._num_plain >= self._probe_every:
-                self._probe_every = min(2 * self._probe_every, MAX_PROBE_EVERY)
-                self._num_plain = 0
-            self._is_probe = True
-            depth = max(self.config.max_draft_len // 2, 1)
-        else:
-            self._num_plain, self._probe_every = 0, PROBE_EVERY
+        self._is_probe = depth == 0
+        if depth:
+            self._probes.reset()
+        elif not self._probes.is_due(has_new=has_new):
+            return None
+        depth = max(depth, 1)  # from what a first level gives the outlook goes on
         config = self.config
         each = math.ceil(GROWTH * self._judged.nodes_per_request) + 1
         each = min(max(each, depth), config.max_total_draft_tokens)
@@ -200,9 +203,21 @@ class TreeBudget:
             max_children=config.dynamic_tree_max_topk,
         )
 
+    def _is_plain_first(self, num_requests: int) -> bool:
+        """A few steps without drafts where none with about so many requests was measured: what drafts cost more than
+        those is not known otherwise. No more than a few, as with prompts among them they are never measured."""
+        regime = num_requests.bit_length()
+        if regime != self._regime:
+            self._regime, self._num_first = regime, 0
+        if self._num_first >= MAX_FIRST or self._cost.num_measured_alike(num_requests, has_nodes=False) >= LEAST_KNOWN:
+            return False
+        self._num_first += 1
+        return True
+
     def _judge(self, num_requests: int, num_tokens: int) -> Outlook:
         self._num_steps += 1
-        if self._num_steps >= OUTLOOK_STEPS or num_requests != self._judged_for:
+        is_due = self._outlook.has_news and self._num_steps >= min(OUTLOOK_STEPS, self._outlook.num_samples)
+        if is_due or num_requests != self._judged_for:
             self._judged = self._outlook.best(num_requests, float(num_tokens))
             self._judged_for, self._num_steps = num_requests, 0
         return self._judged
@@ -221,23 +236,30 @@ class TreeBudget:
             self._cost.measured(load, computing_s)
         if plan.tree_grant is not None or output.drafts:
             self._cost.measured_draft(_draft_load(load, output), output.draft_s)
-        self._num_unlearnt += 1
         tokens, accepted = output.tokens, output.accepted
         self._verified += [
             (item.request_id, item.draft, accepted.get(item.request_id, ()))
             for item in plan.items
             if item.draft is not None and item.request_id in tokens
         ]
-        if self._num_unlearnt >= LEARN_EVERY or len(self._verified) >= LEARN_EVERY:
+        self._num_unlearnt += 1 if load.num_nodes else 0
+        if self._is_probe and load.num_nodes:
+            self._learn()
+            if plan.tree_grant is not None:
+                num_accepted = sum([len(path) for path in accepted.values()])
+                plain_s = self._choice.plain_s * (1.0 + num_accepted / load.num_decodes)
+                self._probes.saw(plain_s / output.duration_s)
+        elif self._num_unlearnt >= LEARN_STEPS or len(self._verified) >= LEARN_EVERY:
             self._learn()
 
     def _is_one_of_many(self, plan: StepPlan) -> bool:
         """Plain steps while drafts rest are all alike: of those whose price is known one of several is looked at."""
-        if plan.tree_grant is not None or self._choice.num_granted or self._num_plain % LEARN_EVERY == 0:
+        if plan.tree_grant is not None or self._choice.num_granted or self._probes.num_steps % LOOK_EVERY == 0:
             return False
         num_decodes = self._choice.num_decodes
-        is_known = self._cost.num_measured_alike(num_decodes, has_nodes=False) >= KNOWN
-        return is_known and len(plan.items) == num_decodes == plan.num_tokens
+        if len(plan.items) != num_decodes:  # there are prompts
+            return False
+        return self._cost.num_measured_alike(num_decodes, has_nodes=False) >= KNOWN
 
     def _learn(self) -> None:
         """From several steps at once where few requests run: it is calls that cost, not nodes."""

@@ -49,11 +49,11 @@ class Drafter(Protocol):
         over alone.
         """
 
-    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
-        """Where nothing is to be proposed: take over later what a step computed of decodes, the hidden states after
-        their one token each being normed [len(items), hidden_size]. Returns those for which `propose` has to be asked.
-        """
+    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> bool:
+        """Where nothing is to be proposed: take over later what a step computed of requests that had one token each,
+        the hidden states after them being normed [len(items), hidden_size]. False: `propose` has to be asked."""
 
-    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
-        """Carry out what was put off, before anything but a forward pass reads or writes pages. going_on: the items of
-        a step that begins; what they go on with may wait as long as no other request joins them."""
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> bool:
+        """Carry out what was put off, before anything but a forward pass reads or writes pages or rows. going_on: the
+        items of a step that begins: what they go on with may wait as long as no other request joins them. True: it
+        does, and the same rows with it."""

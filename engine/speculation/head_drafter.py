@@ -1,14 +1,13 @@
 """Drafts of a draft head: it takes over what the target computed, and grows the next trees.
 
 Owns neither weights nor pages: the head's entries lie in the engine's, as `drafter.py` says. Where nothing is drafted
-the entries of single tokens are put off, and made in runs: `settle` makes them before anything else looks at pages, a
+the entries of single tokens are put off (plain_run.py): `settle` makes them before anything else looks at pages, a
 request that was not in the last step among it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from torch.nn import functional
 
 from turnkeep.engine.speculation.child_choice import ChildChoice
 from turnkeep.engine.speculation.drafter import DraftRequest
+from turnkeep.engine.speculation.plain_run import Pending, PlainRun
 from turnkeep.engine.speculation.tree_growth import TreeGrowth
 from turnkeep.models.decoder import Decoder
 from turnkeep.models.draft_heads.draft_head import DraftAttention, DraftHead
@@ -27,49 +27,11 @@ from turnkeep.scheduler.request import SamplingParams
 from turnkeep.scheduler.step_plan import StepItem
 
 # Computed tokens are taken over in the first pass of a growth, where all requests are padded to the longest of them;
-# longer runs (prompts) have a pass of their own before. No more than these are ever put off.
+# longer runs (prompts) have a pass of their own before.
 MAX_PENDING = 16
+MAX_PUT_OFF = 64  # single tokens of a request: a pass costs little more for many than for one
 
 Int64Array = npt.NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Tokens whose entries are not in the pages yet: [start, start + len(token_ids)), with the hidden state before
-    each, in pieces [n, hidden_size]; then, where a tree grows, the root."""
-
-    token_ids: list[int]
-    start: int
-    hidden: list[torch.Tensor]
-    page_ids: npt.NDArray[np.int32]
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
-
-
-@dataclass(slots=True)
-class _Late:
-    """Single tokens of one request that were put off, none at first, and the hidden state [1, hidden_size] after the
-    last of them."""
-
-    pending: _Pending
-    after: torch.Tensor
-
-    def add(self, item: StepItem, after: torch.Tensor) -> None:
-        pending = self.pending
-        pending.token_ids += item.token_ids
-        pending.hidden.append(self.after)
-        pending.page_ids = item.page_ids
-        self.after = after
-
-    def goes_on_in(self, item: StepItem | None, page_size: int) -> bool:
-        """Whether a step computes what follows, in the same page."""
-        pending = self.pending
-        if item is None or item.start != pending.end:
-            return False
-        page = (item.start - 1) // page_size
-        return bool(item.page_ids[page] == pending.page_ids[page])
 
 
 class HeadDrafter:
@@ -92,61 +54,70 @@ class HeadDrafter:
         self._head = head
         self._kv = kv
         self._page_size = page_size
-        self._late: dict[str, _Late] = {}
-        self._last_step: Set[str] = frozenset()  # its requests
+        self._run: PlainRun | None = None  # what is put off
+        self._ends: dict[str, tuple[int, torch.Tensor]] = {}  # of requests that may go on with one, as in PlainRun.ends
+        self._of_step: list[str] = []  # requests of the last step
 
-    @torch.inference_mode()
-    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> bool:
         """See `Drafter.settle`."""
-        ended = list(self._late)
-        if going_on is not None:
-            items = {item.request_id: item for item in going_on}
-            known, self._last_step = self._last_step, items.keys()
-            if items.keys() <= known:  # nobody else reads pages
-                late = self._late.items()
-                ended = [name for name, own in late if not own.goes_on_in(items.get(name), self._page_size)]
-        if ended:
-            self._take_over([self._late.pop(name).pending for name in ended])
+        if going_on is None:
+            self._end_run()
+            return False
+        request_ids = [item.request_id for item in going_on]
+        is_same, self._of_step = request_ids == self._of_step, request_ids
+        if is_same and self._run is not None and self._run.goes_on_in(going_on, self._page_size):
+            return True
+        self._end_run()
+        self._ends = {name: self._ends[name] for name in request_ids if name in self._ends}
+        return False
 
-    @torch.inference_mode()
-    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
-        """See `Drafter.put_off`. What can be put off no longer takes everything with it: one pass is made for all."""
-        others: list[StepItem] = []
-        is_full = False
-        for row, item in enumerate(items):
-            late = self._late.get(item.request_id)
-            if late is None:
-                others.append(item)
-                continue
-            late.add(item, normed[row : row + 1])
-            is_full |= len(late.pending.token_ids) >= MAX_PENDING
-        if is_full:
-            everything = [late.pending for late in self._late.values()]
-            self._take_over(everything)
-            for late, done in zip(self._late.values(), everything, strict=True):
-                late.pending = _Pending([], done.end, [], done.page_ids)
-        return others
+    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> bool:
+        """See `Drafter.put_off`."""
+        run = self._run
+        if run is not None and run.num_requests == len(items):
+            run.add(items, normed)
+            if len(run) >= MAX_PUT_OFF:
+                self._end_run()
+            return True
+        self._end_run()
+        before: list[torch.Tensor] = []
+        for item in items:
+            num_tokens, hidden = self._ends.get(item.request_id, (0, normed))
+            if num_tokens != item.start:
+                return False
+            before.append(hidden)
+        self._run = PlainRun(torch.cat(before), items, normed)
+        return True
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            self._take_over(run.pending())
+            self._ends |= run.ends()
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:
         """See `Drafter.propose`."""
+        if self._run is not None and any(request.request_id in self._run for request in requests):
+            self._end_run()
         may_grow = min(grant.num_nodes, grant.max_nodes_per_request, grant.max_depth, grant.max_children) > 0
-        staying: list[_Pending] = []
+        staying: list[Pending] = []
         growing: list[int] = []
-        pending: list[_Pending] = []
+        pending: list[Pending] = []
         for index, request in enumerate(requests):
             own = self._pending(request)
             grows = may_grow and request.next_token is not None
             if not grows or len(own.token_ids) > MAX_PENDING:
                 staying.append(own)
-                own = _Pending([], own.end, [], own.page_ids)
+                own = Pending([], own.end, [], own.page_ids)
             if grows:
+                self._ends.pop(request.request_id, None)
                 growing.append(index)
                 pending.append(own)
             elif request.next_token is not None:
                 # What follows may be put off.
                 assert request.hidden is not None
-                self._late[request.request_id] = _Late(own, request.hidden[-1:].clone())
+                self._ends[request.request_id] = (own.end, request.hidden[-1:].clone())
         self._take_over(staying)
         trees: list[DraftTree | None] = [None] * len(requests)
         if growing:
@@ -157,25 +128,20 @@ class HeadDrafter:
                 trees[index] = tree
         return trees
 
-    def _pending(self, request: DraftRequest) -> _Pending:
-        """What a step computed of a request, as pairs, behind what was put off; the first token of a sequence has
-        none."""
+    def _pending(self, request: DraftRequest) -> Pending:
+        """What a step computed of a request, as pairs; the first token of a sequence has none."""
         hidden, previous = request.hidden, request.previous_hidden
         if hidden is None:
             raise ValueError(f"request {request.request_id}: a draft head needs the hidden states of the step")
         if request.start < FIRST_ENTRY:
-            return _Pending(list(request.token_ids[1:]), FIRST_ENTRY, [hidden[:-1]], request.page_ids)
+            return Pending(list(request.token_ids[1:]), FIRST_ENTRY, [hidden[:-1]], request.page_ids)
         if previous is None:
             raise ValueError(f"request {request.request_id}: a draft head needs the hidden state before the step")
         before = [previous[None].to(hidden.dtype), hidden[:-1]]
-        late = self._late.pop(request.request_id, None)
-        if late is None:
-            return _Pending(list(request.token_ids), request.start, before, request.page_ids)
-        put_off = late.pending
-        token_ids = [*put_off.token_ids, *request.token_ids]
-        return _Pending(token_ids, put_off.start, [*put_off.hidden, *before], request.page_ids)
+        return Pending(list(request.token_ids), request.start, before, request.page_ids)
 
-    def _take_over(self, pending: list[_Pending]) -> None:
+    @torch.inference_mode()
+    def _take_over(self, pending: list[Pending]) -> None:
         """Put the entries of computed tokens into their pages."""
         pending = [own for own in pending if own.token_ids]
         if not pending:
@@ -196,7 +162,7 @@ class HeadDrafter:
         hidden = torch.cat([piece for own in pending for piece in own.hidden])
         self._head.take_over(*self._inputs(token_ids, hidden, positions), attention)
 
-    def _grow(self, requests: list[DraftRequest], pending: list[_Pending], grant: TreeGrant) -> list[DraftTree | None]:
+    def _grow(self, requests: list[DraftRequest], pending: list[Pending], grant: TreeGrant) -> list[DraftTree | None]:
         width = max(len(own.token_ids) for own in pending) + 1
         table = _page_table([own.page_ids for own in pending])
         roots = np.array([own.end for own in pending], dtype=np.int64)
@@ -230,7 +196,7 @@ class HeadDrafter:
     def _root_pass(
         self,
         requests: list[DraftRequest],
-        pending: list[_Pending],
+        pending: list[Pending],
         table: Int64Array,
         entries: GrowingEntries,
         width: int,

@@ -47,12 +47,13 @@ class PromptLookup:
             trees.append(tree)
         return best_of_all(trees, grant.num_nodes)
 
-    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
+    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> bool:
         """See `Drafter.put_off`: tokens are taken over at once."""
-        return list(items)
+        return False
 
-    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> bool:
         """See `Drafter.settle`: nothing is ever put off."""
+        return False
 
     def _take_over(self, request: DraftRequest) -> TokenIndex | None:
         """The index of all known tokens; None where those before the step are not known any more."""

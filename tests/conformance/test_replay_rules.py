@@ -60,11 +60,11 @@ class LeafDrafter:
     def propose(self, requests: list[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:
         return [self._tree(request) if grant.num_nodes else None for request in requests]
 
-    def put_off(self, items: list[StepItem], normed: torch.Tensor) -> list[StepItem]:
-        return list(items)
+    def put_off(self, items: list[StepItem], normed: torch.Tensor) -> bool:
+        return False
 
-    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
-        pass
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> bool:
+        return False
 
     def _tree(self, request: DraftRequest) -> DraftTree | None:
         if request.next_token is None:

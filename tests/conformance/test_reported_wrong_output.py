@@ -185,7 +185,7 @@ def test_30_drafts_that_are_never_accepted_are_reset_and_tokens_stay_right() -> 
         None if budget.acceptance.rests(request_id) else draft
         for request_id, draft in zip(request_ids, drafts, strict=True)
     ]
-    budget.grant = lambda num_requests, num_tokens: grant
+    budget.grant = lambda num_requests, num_tokens, *, has_new: grant
     prompt = demo_prompts()[0]
     plain = generated(SteppedEngine(prefix_caching=False), [prompt], 60)
     assert generated(engine, [prompt], 60) == plain
@@ -226,7 +226,7 @@ def test_31_no_proposer_changes_tokens(kind: TinyKind, proposer: str, temperatur
 def snapshot_rows(bench: LoopBench) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Position and contents of every snapshot."""
     loop: Any = bench.loop
-    loop._runner.fold(loop._scheduler._cache.drain_folds())
+    loop._runner.settle(loop._scheduler._cache.drain_folds())
     for snapshot in loop._scheduler._cache._reclaimer.snapshots:
         parts = loop._runner._storage.tensors.states
         yield snapshot.num_tokens, [layer[snapshot.row].clone() for name in sorted(parts) for layer in parts[name]]

@@ -57,6 +57,27 @@ def test_the_time_of_any_number_of_nodes_is_that_of_the_step_with_them() -> None
     assert (np.diff(seconds) > 0).all()
 
 
+def test_what_a_few_plain_steps_took_is_known_whatever_the_fit_becomes() -> None:
+    """Hundreds of steps with drafts change the line through all of them, not the price of the plain ones."""
+    cost = StepCost()
+    for _ in range(6):
+        cost.measured(StepLoad(num_decodes=8, num_decode_pairs=8 * 500), 0.012)
+    for number in range(400):
+        num_nodes = 1 + number % 20
+        cost.measured(StepLoad(0, 0, 8, num_nodes, (8 + num_nodes) * 500), 0.02 + 0.002 * num_nodes)
+    plain_s, one_s = cost.decode_s(8, 8 * 500, np.arange(2.0))
+    assert plain_s == pytest.approx(0.012, rel=0.2)
+    assert one_s == pytest.approx(0.022, rel=0.1)
+
+
+def test_a_step_with_drafts_is_never_believed_cheaper_than_one_without() -> None:
+    cost = StepCost()
+    for _ in range(20):
+        cost.measured(StepLoad(num_decodes=4), 0.01)
+        cost.measured(StepLoad(num_decodes=4, num_nodes=3), 0.005)
+    assert (np.diff(cost.decode_s(4, 0.0, np.arange(5.0))) >= 0).all()
+
+
 def test_what_is_not_linear_is_taken_up_by_the_regime_it_belongs_to() -> None:
     """Steps with drafts take a slower path for many requests: a line through all of them would be wrong for each."""
     cost, rng = StepCost(), random.Random(2)

@@ -15,7 +15,7 @@ from turnkeep.scheduler.acceptance import AcceptanceStatistics
 from turnkeep.scheduler.cost_model import StepCost, StepCostFile, StepLoad
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.speculation_config import SpeculationConfig
-from turnkeep.scheduler.tree_budget import LEARN_EVERY, TreeBudget
+from turnkeep.scheduler.tree_budget import LOOK_EVERY, TreeBudget
 
 GRANT = TreeGrant(num_nodes=99, max_nodes_per_request=9, max_depth=4, max_children=3)
 CONFIG = SpeculationConfig(6, 3, 15)
@@ -148,6 +148,20 @@ def test_drafts_are_never_slower_than_plain_decoding_and_faster_where_they_can_b
         assert rate > (1.15 if num_requests < 48 else 1.07) * plain
 
 
+@pytest.mark.parametrize("num_requests", [8, 16, 48])
+@pytest.mark.parametrize("step_s", [linear, computing_bound, tiled])
+def test_little_is_lost_before_it_is_known_that_drafts_are_never_right(step_s: object, num_requests: int) -> None:
+    assert callable(step_s)
+    for seed in range(3):
+        world = World(make_budget(), num_requests, step_s, draft_level_s=3e-4, skills=(0.02,), seed=seed)
+        assert world.run(40) > 0.95 * num_requests / step_s(num_requests, 0)
+
+
+def test_drafts_grow_at_once_where_they_are_right() -> None:
+    world = World(make_budget(), 8, linear, draft_level_s=3e-4, skills=(0.85,))
+    assert world.run(12) > 1.2 * 8 / linear(8, 0)
+
+
 def test_all_drafts_stop_under_load_and_come_back_when_it_is_gone() -> None:
     """A machine whose tokens are free up to 32 in a step and cost a lot beyond."""
     budget = make_budget()
@@ -213,7 +227,7 @@ def test_while_drafts_rest_few_of_the_plain_steps_are_learnt_from() -> None:
     world.run(300)
     before = world.budget._cost.num_measured
     world.run(200)
-    assert 200 // LEARN_EVERY <= world.budget._cost.num_measured - before <= 50
+    assert 200 // LOOK_EVERY <= world.budget._cost.num_measured - before <= 50
 
 
 def test_every_choice_is_explained_in_a_line_and_counted(caplog: pytest.LogCaptureFixture) -> None:

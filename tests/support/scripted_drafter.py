@@ -28,11 +28,11 @@ class ScriptedDrafter:
     def propose(self, requests: Sequence[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:
         return [self._tree(request, grant) for request in requests]
 
-    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
-        return list(items)
+    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> bool:
+        return False
 
-    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
-        pass
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> bool:
+        return False
 
     def _tree(self, request: DraftRequest, grant: TreeGrant) -> DraftTree | None:
         if request.next_token is None or grant.num_nodes == 0:
@@ -77,11 +77,11 @@ class AnyGrant:
     def needs_hidden(self) -> bool:
         return self._drafter.needs_hidden
 
-    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> list[StepItem]:
+    def put_off(self, items: Sequence[StepItem], normed: torch.Tensor) -> bool:
         return self._drafter.put_off(items, normed)
 
-    def settle(self, going_on: Sequence[StepItem] | None = None) -> None:
-        self._drafter.settle(going_on)
+    def settle(self, going_on: Sequence[StepItem] | None = None) -> bool:
+        return self._drafter.settle(going_on)
 
     def propose(self, requests: Sequence[DraftRequest], grant: TreeGrant) -> list[DraftTree | None]:
         if grant.num_nodes:
