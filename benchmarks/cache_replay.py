@@ -166,6 +166,9 @@ class Replay:
         cache.advance(seq, len(prompt) - reused)
         cache.publish_exports(seq, prompt)
         cache.commit(seq, prompt)
+        page_end = (len(known) - 1) // cache.page_size * cache.page_size
+        if seq.may_end_early and page_end > len(prompt):
+            cache.reserve_export(seq, page_end, "page_end")
         cache.advance(seq, len(known) - 1 - len(prompt))  # the last token sampled is never fed
         handle = cache.finish(seq, known, keep_turn_end=True)
         if handle is not None and self._policy in ("density", "lru"):

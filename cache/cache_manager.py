@@ -279,11 +279,12 @@ class CacheManager:
 
     def finish(self, seq: SequenceCache, token_ids: TokenIds, *, keep_turn_end: bool) -> TurnHandle | None:
         """The request is done: keep what it computed, the live row as a `turn_end` snapshot (None when there is none),
-        and close. The snapshot is usable at once; `end_turn` says later whether it is worth its place."""
+        perhaps before its last tokens, and close. Usable at once; `end_turn` says later if it is worth its place."""
         self._publish_rest(seq, token_ids)
         handle = None
         keep_turn_end = keep_turn_end and self._planner.policy.template_boundaries
         if keep_turn_end and seq.branch is not None and seq.num_computed_tokens > 0:
+            self._snapshots.choose_end(seq, token_ids)
             self._replay.fold(seq)
             handle = self._snapshots.finish(seq, token_ids)
         if self.tiers is not None and not self.has_state:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from turnkeep.cache.boundary import Boundary, BoundaryKind
 from turnkeep.cache.branch_forecast import BranchForecast, FirstPrompt, LikelyBranch
 from turnkeep.cache.density import DensityOrder, Record
-from turnkeep.cache.encoded_tokens import TOKEN_BYTES
+from turnkeep.cache.encoded_tokens import TOKEN_BYTES, TokenIds
 from turnkeep.cache.eviction import Evictable, Need
 from turnkeep.cache.lines import ConversationKey, Line, LineRegistry, ResumeChance, Trunk
 from turnkeep.cache.prefill_cost import PrefillCost
@@ -20,7 +20,9 @@ from turnkeep.cache.prefix_match import MIN_BRANCH_TOKENS, PrefixMatch
 from turnkeep.cache.return_forecast import ReturnForecast, WaitKind
 from turnkeep.cache.sequence_cache import SequenceCache
 from turnkeep.cache.snapshot import PRIVATE_KINDS, Snapshot
+from turnkeep.cache.spares import SpareRule
 from turnkeep.cache.spec import CacheSpec
+from turnkeep.cache.turn_end_place import TurnEndPlaces
 
 ADMIT_SHARE = 0.2  # of the density evicted lately: what promises less is not written
 SPARE_SHARE = 1.0  # the same for one that is used only if the newer one is not
@@ -46,14 +48,14 @@ class DensityPolicy:
     def __init__(self, spec: CacheSpec, clock: Callable[[], float], cost: PrefillCost | None = None) -> None:
         self.cost = cost if cost is not None else PrefillCost()
         self._page_size = spec.page_size
-        per_row = spec.bytes_per_row // spec.kv.bytes_per_token if spec.kv is not None else 0
-        self._num_near_tokens = max(per_row, MIN_BRANCH_TOKENS)
         self._clock = clock
         self._order = DensityOrder(spec, self.cost, self._value)
         self._forecast = ReturnForecast()
         self._branches = BranchForecast(spec.page_size, self.cost, self._forecast)
         self._chance = ResumeChance()
         self._lines = LineRegistry()
+        self._spares = SpareRule(spec, self.cost)
+        self._ends = TurnEndPlaces(spec.page_size, self.cost)
         self._history = PrefixHistory()
         self._trunks: MarkIndex[Trunk] = MarkIndex()
         self._turns: dict[SequenceCache, Turn] = {}
@@ -92,6 +94,7 @@ class DensityPolicy:
         self._returned(line, prefixes)
         turn = self._turns[seq] = Turn(line, prefixes, num_known, match.num_tokens)
         line.num_active += 1
+        seq.may_end_early = self._ends.may_be_cut(line.ends, turn.resumed, prefixes.num_tokens)
         if conversation is not None:
             self._leave_others(line, conversation)
         self._use_trunk(line, match.snapshot, [trunk for _, trunk in trunks])
@@ -114,7 +117,7 @@ class DensityPolicy:
         if turn is None or kind not in ("trunk", "branch", "likely_branch", "turn_start", "turn_end"):
             return True
         mark = turn.prefixes.mark(position) if position <= turn.prefixes.num_tokens else None
-        share = ADMIT_SHARE
+        share, is_guess = ADMIT_SHARE, False
         if kind == "likely_branch":
             likely = turn.likely.get(position)
             share, value = SPARE_SHARE, self._branches.index(likely) if likely is not None else 0.0
@@ -134,11 +137,13 @@ class DensityPolicy:
             if is_needed:
                 chance = max(chance, drop_rate)
             else:
-                share = SPARE_SHARE
+                share, is_guess = SPARE_SHARE, is_spare
             value = self._forecast.index(turn.line) * chance
+        base = max([turn.resumed, *(export.position for export in seq.exports if export.position < position)])
+        if is_guess and not self._spares.pays(self._chance.seen_lost(turn.line), base, position):
+            return False
         if not self._order.is_full:
             return True
-        base = max([turn.resumed, *(export.position for export in seq.exports if export.position < position)])
         return self._order.expected_density(value, base, position) >= share * self._order.level
 
     def published(self, seq: SequenceCache, snapshot: Snapshot) -> None:
@@ -164,6 +169,13 @@ class DensityPolicy:
         line.marks = [mark for mark in line.marks if mark.position < snapshot.num_tokens] + [record.mark]
         self._give_to_line(line, snapshot, record)
 
+    def turn_end(self, seq: SequenceCache, token_ids: TokenIds) -> int:
+        turn = self._turns.get(seq)
+        if turn is None:
+            return seq.num_computed_tokens
+        places = [turn.resumed, *(snapshot.num_tokens for snapshot in turn.line.snapshots)]
+        return self._ends.ended(turn.line.ends, turn.prefixes, seq, token_ids, places)
+
     def finished(self, seq: SequenceCache, *, is_suspended: bool) -> object | None:
         turn = self._turns.pop(seq, None)
         if turn is None:
@@ -185,12 +197,13 @@ class DensityPolicy:
         line = turn.line
         if line.num_active or not line.is_waiting:
             return  # the next turn came first and showed what it repeats
+        left = self._ends.settled(line.ends, stable_tokens)
         is_dropped = stable_tokens < turn.position
         if is_dropped or has_tool_call is False:
             self._chance.observe_reply(line, is_dropped=is_dropped)
         line.is_kept_so_far = not is_dropped and has_tool_call is None
         is_held = is_dropped or self._chance.drop_rate(line) >= 0.5
-        line.add_marks(turn.starts if is_held else [], stable_tokens)
+        line.add_marks([*(turn.starts if is_held else []), *([left] if left is not None else [])], stable_tokens)
         if is_dropped or has_tool_call is False or not is_held:
             line.held = 0
         elif turn.starts:
@@ -263,6 +276,7 @@ class DensityPolicy:
         if not line.is_waiting:
             return
         kind = line.kind
+        self._ends.returned(line.ends, prefixes)
         self._forecast.returned(line, self._clock())
         repeated = [mark for mark in line.marks if prefixes.repeats(mark)]
         if kind in ("tool", "text"):
@@ -337,7 +351,7 @@ class DensityPolicy:
         marks = [mark.position for mark in turn.line.marks if mark.position > turn.resumed]
         if marks:
             wanted[marks[-1]] = "turn_end"
-        elif not self._is_near([turn.resumed, *(one.num_tokens for one in turn.line.snapshots)], num_tokens):
+        elif not self._spares.is_near([turn.resumed, *(one.num_tokens for one in turn.line.snapshots)], num_tokens):
             wanted[num_tokens] = "turn_start"
             turn.spare = num_tokens
         if is_foreign and seen - turn.resumed >= MIN_BRANCH_TOKENS and seen < num_tokens:
@@ -353,10 +367,7 @@ class DensityPolicy:
         """Whether something else is there to resume from if the turn's end is not repeated, so close before `position`
         that the tokens in between take no more room than another row."""
         exports = [export.position for export in seq.exports if export.kind in PRIVATE_KINDS]
-        return self._is_near([*exports, *(snapshot.num_tokens for snapshot in turn.line.snapshots)], position)
-
-    def _is_near(self, spares: list[int], position: int) -> bool:
-        return any(spare and 0 <= position - spare <= self._num_near_tokens for spare in spares)
+        return self._spares.is_near([*exports, *(snapshot.num_tokens for snapshot in turn.line.snapshots)], position)
 
     def _give_to_line(self, line: Line, snapshot: Snapshot, record: Record) -> None:
         record.owner = line

@@ -12,6 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from turnkeep.cache.boundary import Boundary, BoundaryKind
+from turnkeep.cache.encoded_tokens import TokenIds
 from turnkeep.cache.page_node import PageNode
 from turnkeep.cache.snapshot import Snapshot
 
@@ -67,6 +68,9 @@ class TurnObserver(Protocol):
 
     def prepared(self, seq: SequenceCache, snapshot: Snapshot) -> None:
         """A sequence that did not arrive made a snapshot for the next turn of its conversation."""
+
+    def turn_end(self, seq: SequenceCache, token_ids: TokenIds) -> int:
+        """`seq` is about to finish: after how many of its computed tokens the turn should end."""
 
     def finished(self, seq: SequenceCache, *, is_suspended: bool) -> object | None:
         """All of `seq` is published."""

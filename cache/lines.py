@@ -15,6 +15,7 @@ from itertools import count
 from turnkeep.cache.prefix_history import Mark, PagePrefixes
 from turnkeep.cache.return_forecast import Waiter
 from turnkeep.cache.snapshot import Snapshot
+from turnkeep.cache.turn_end_place import EndHabits
 
 ConversationKey = tuple[str, str]  # cache root, conversation id
 
@@ -45,6 +46,7 @@ class Line(Waiter):
     num_active: int = 0
     num_dropped: int = 0
     num_replies: int = 0
+    ends: EndHabits = field(default_factory=EndHabits)
 
     def num_marks_beyond(self, position: int) -> int:
         return len(self.marks) - bisect_right(self.marks, position, key=lambda mark: mark.position)
@@ -100,6 +102,12 @@ class ResumeChance:
         """Chance that the prompt after the next reply repeats everything but that reply."""
         weights = self._weights(line)
         return (weights[1] + UNSEEN_RETRIES) / (sum(weights) + UNSEEN_RETRIES)
+
+    def seen_lost(self, line: Line) -> float:
+        """The same by what was seen alone, and 1 before anything was: until it is known how often answers are rewritten
+        they may be. Prompts show that whether or not there was a snapshot."""
+        weights = self._weights(line)
+        return (weights[1] + 1) / (sum(weights) - sum(REWRITE_PRIOR) + 1)
 
     def _weights(self, line: Line) -> list[float]:
         return self._lost.setdefault(line.reply_class, list(REWRITE_PRIOR))
@@ -168,7 +176,8 @@ class LineRegistry:
         lines = self.lines_of(conversation)
         best, best_depth = None, 0
         for line in lines:
-            depth = max((mark.position for mark in line.marks if prefixes.repeats(mark)), default=0)
+            marks = line.marks if line.ends.places is None else [*line.marks, line.ends.places[0]]
+            depth = max((mark.position for mark in marks if prefixes.repeats(mark)), default=0)
             if not line.num_active and depth > best_depth:
                 best, best_depth = line, depth
         if best is None:

@@ -52,6 +52,7 @@ class SequenceCache:
     branch: Branch | None = None
     exports: list[Export] = field(default_factory=list)
     boundaries: tuple[Boundary, ...] = ()  # where the cache itself wants snapshots, beyond the match
+    may_end_early: bool = False  # perhaps the turn should end at its last full page: the state there is wanted
     is_preparation: bool = False  # of no request: in no count of requests, in no forecast
     num_prompt_tokens: int = 0  # known when it opened
     num_reused_tokens: int = 0  # computed before it opened

@@ -43,6 +43,8 @@ class TurnSnapshots:
         for export in seq.exports:
             if export.position == position:
                 return export.row
+        if kind == "page_end":
+            return self._reserve_page_end(seq, position)
         reclaimer, skipped = self._reclaimer, self._counters.skipped_snapshots
         row = None
         if reclaimer.tree.find_snapshot(seq.path, seq.encoded, position) is not None:
@@ -63,8 +65,9 @@ class TurnSnapshots:
 
     def publish(self, seq: SequenceCache, token_ids: TokenIds) -> None:
         """Those reserved at computed positions. Full pages must be committed."""
-        ready = [export for export in seq.exports if export.position <= seq.num_computed_tokens]
-        seq.exports = [export for export in seq.exports if export.position > seq.num_computed_tokens]
+        computed = seq.num_computed_tokens
+        ready = [export for export in seq.exports if export.position <= computed and export.kind != "page_end"]
+        seq.exports = [export for export in seq.exports if export.position > computed or export.kind == "page_end"]
         for export in ready:
             snapshot, _ = self._committer.publish_snapshot(seq, token_ids, export.position, export.row, export.kind)
             if snapshot is not None:
@@ -75,6 +78,21 @@ class TurnSnapshots:
                 self._count_and_hold(seq, snapshot)
                 if seq.resumed_from is not None and export.position > seq.resumed_from.num_tokens:
                     self.release_resumed(seq)
+
+    def choose_end(self, seq: SequenceCache, token_ids: TokenIds) -> None:
+        """The turn ends where the observer wants, if the state there is at hand: in the row of its last full page, or
+        because its live row is behind. Full pages must be committed."""
+        place = seq.num_computed_tokens if self._observer is None else self._observer.turn_end(seq, token_ids)
+        if not seq.num_committed_tokens <= place < seq.num_computed_tokens:
+            return
+        for export in seq.exports:
+            if export.kind == "page_end" and export.position == place and seq.state_row is not None:
+                seq.exports.remove(export)
+                self._reclaimer.rows.release(seq.state_row)
+                seq.state_row, seq.num_folded_tokens = export.row, place
+                break
+        if seq.num_folded_tokens <= place:
+            seq.num_computed_tokens = place
 
     def finish(self, seq: SequenceCache, token_ids: TokenIds) -> TurnHandle:
         """The live row becomes the turn's end. Everything else of the sequence must be published."""
@@ -144,6 +162,21 @@ class TurnSnapshots:
             self._rules.assign(snapshot, seq.branch.family, seq.branch.conversation[0])
         if seq.retention_s and not snapshot.is_superseded and not self._rules.hold(snapshot, seq.retention_s):
             self._counters.num_refused_holds += 1
+
+    def _reserve_page_end(self, seq: SequenceCache, position: int) -> int | None:
+        """One row a sequence, which moves on from page to page; and only while all that run could be given another."""
+        reclaimer = self._reclaimer
+        for index, export in enumerate(seq.exports):
+            if export.kind == "page_end":
+                seq.exports[index] = Export(position, export.row, "page_end")
+                return export.row
+        num_live = reclaimer.rows.num_usable - reclaimer.rows.num_free - len(reclaimer.snapshots)
+        if not reclaimer.can_make_room(0, 1 + num_live):
+            return None
+        reclaimer.make_room(0, 1)
+        row = reclaimer.rows.allocate()
+        seq.exports.append(Export(position, row, "page_end"))
+        return row
 
     def release_resumed(self, seq: SequenceCache) -> None:
         """Unpin what the sequence resumed from, if it still holds it."""

@@ -61,6 +61,7 @@ class StepPlanner:
         """
         items: list[StepItem] = []
         trees: list[StepItem] = []
+        chunks: list[StepItem] = []
         prefills: list[Request] = []
         has_trees = any(request.draft is not None for request in running)
         num_tokens = 0
@@ -68,10 +69,14 @@ class StepPlanner:
             if not request.is_decoding:
                 prefills.append(request)
                 continue
-            (trees if has_trees else items).append(self._decode_item(request, is_tree=has_trees))
+            exports = () if has_trees else self._page_end(request)
+            if exports:
+                start = exports[0][0] - 1
+                chunks.append(self._chunk_item(request, start, start + 1, exports))
+            else:
+                (trees if has_trees else items).append(self._decode_item(request, is_tree=has_trees))
             num_tokens += 1 if request.draft is None else 1 + request.draft.num_nodes
         budget = max(self._max_step_tokens - num_tokens, 1)
-        chunks: list[StepItem] = []
         for request in prefills:
             if budget <= 0:
                 break
@@ -111,6 +116,16 @@ class StepPlanner:
             draft,
             self._context_ids(request, start) if request.is_just_opened else None,
         )
+
+    def _page_end(self, request: Request) -> tuple[tuple[int, int], ...]:
+        """The export of the next token's state, if it fills a page where the turn may have to end."""
+        sequence = request.cache
+        assert sequence is not None
+        if not sequence.may_end_early or (sequence.num_computed_tokens + 1) % self._cache.page_size:
+            return ()
+        position = sequence.num_computed_tokens + 1
+        row = self._cache.reserve_export(sequence, position, "page_end")
+        return () if row is None else ((position, row),)
 
     def _exports(self, request: Request, start: int, end: int) -> tuple[tuple[int, int], ...]:
         if not self._cache.has_state:

@@ -130,6 +130,36 @@ def test_the_next_turn_reuses_as_much_as_without_drafts(kind: TinyKind, right: f
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_turns_whose_last_tokens_are_not_repeated_end_a_part_of_a_page_earlier(kind: TinyKind) -> None:
+    """Always where tokens are decoded in place; with drafts where a history reaches back so far."""
+    known: dict[str, list[int]] = {}
+    drafter = ScriptedDrafter(known, VOCAB_SIZE, right=0.7)
+    cold, plain, drafting = (
+        make_loop(kind, prefix_caching=False),
+        make_loop(kind),
+        make_drafting_loop(kind, drafter, LIMITS),
+    )
+    history, num_repeated = prompts(1)[0], 0
+    lost: list[tuple[LoopBench, list[int]]] = [(plain, []), (drafting, [])]
+    for turn in range(8):
+        name = f"turn{turn}"
+        message = submit(name, history, 23, boundaries=[(len(history), "turn_start")], conversation_id="c")
+        for engine in (cold, plain, drafting):
+            engine.loop.receive(message)
+            engine.run()
+            known[name] = [*history, *engine.tokens(name)]
+        assert cold.tokens(name) == plain.tokens(name) == drafting.tokens(name)
+        for engine, tokens in lost:
+            tokens.append(num_repeated - engine.finished(name).num_cached_tokens)
+            engine.loop.receive(EndTurn(name, len(history) + 20))
+            engine.loop._scheduler._cache.check()
+        num_repeated = len(history) + 23 - 3  # the last token was never computed, two more are trimmed
+        history = [*known[name][:num_repeated], 3 + turn, 4, 5]
+    # Learnt from the first turn. The last one ended one token behind a page's end, which is not repeated either.
+    assert lost[0][1] == [0, 20, 4, 3, 2, 1, 0, 23]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_token_inside_an_accepted_path_ends_the_turn_there(kind: TinyKind) -> None:
     (output,) = plain(kind, 1, False)
     prompt = prompts(1)[0]
