@@ -98,9 +98,9 @@ def made_up_output(plan: StepPlan, rng: random.Random, node_s: float) -> StepOut
 
 
 def timed(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
-    def timing(*arguments: Any) -> Any:
+    def timing(*arguments: Any, **named: Any) -> Any:
         started_s = time.thread_time()
-        result = call(*arguments)
+        result = call(*arguments, **named)
         times.append(1e3 * (time.thread_time() - started_s))
         return result
 

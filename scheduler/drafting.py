@@ -16,11 +16,13 @@ class Drafting:
     def __init__(self, budget: TreeBudget | None, fixed_grant: TreeGrant | None) -> None:
         self._budget = budget
         self._fixed_grant = fixed_grant
+        self._num_tokens = 0  # of all that run, when their drafts were chosen
+        self._has_new = False  # some of them is still in its prompt
 
     def choose(self, running: Sequence[Request]) -> None:
         """Keep of each draft what the coming step verifies; what lies behind the last token wanted is of no use."""
         drafting: list[Request] = []
-        num_decodes = num_tokens = 0
+        num_decodes = num_tokens = num_others = 0
         for request in running:
             draft = request.draft
             if draft is not None:
@@ -30,9 +32,12 @@ class Drafting:
             if draft is not None:
                 drafting.append(request)
             elif not request.is_decoding:
+                num_others += len(request.token_ids)
                 continue
+            assert request.cache is not None
             num_decodes += 1
-            num_tokens += len(request.token_ids)
+            num_tokens += request.cache.num_computed_tokens + 1
+        self._num_tokens, self._has_new = num_tokens + num_others, num_others > 0
         if self._budget is not None:
             request_ids = [request.request_id for request in drafting]
             drafts = [request.draft for request in drafting if request.draft is not None]
@@ -44,9 +49,7 @@ class Drafting:
         """For all that run: a prompt that ends with this step may be drafted for, too."""
         if self._budget is None:
             return self._fixed_grant
-        num_tokens = sum([len(request.token_ids) for request in running])
-        has_new = any(len(request.token_ids) == request.num_prompt_tokens for request in running)
-        return self._budget.grant(len(running), num_tokens, has_new=has_new)
+        return self._budget.grant(len(running), self._num_tokens, has_new=self._has_new)
 
     def measured(self, plan: StepPlan, output: StepOutput) -> None:
         """A step was carried out."""

@@ -40,8 +40,10 @@ class StepPlanner:
             assert sequence is not None
             needed = sequence.num_computed_tokens + 1
             draft = request.draft
-            if draft is not None and not self._cache.grow(sequence, needed + draft.depth):
-                request.draft = None
+            if draft is not None:
+                wanted = needed + draft.depth
+                if wanted > sequence.capacity_tokens and not self._cache.grow(sequence, wanted):
+                    request.draft = None
             while needed > sequence.capacity_tokens and not self._cache.grow(sequence, needed):
                 if len(running) == 1:
                     return request
