@@ -170,10 +170,10 @@ class CacheManager:
     # One step
 
     def grow(self, seq: SequenceCache, capacity_tokens: int) -> bool:
-        """Own page slots for positions [0, capacity_tokens), evicting for them. False: impossible, nothing changed.
+        """Own page slots for positions [0, capacity_tokens), evicting for them. False: impossible, nothing changed
+        (where nothing is left to evict, what colder tiers have brought in part is given up, whether that helps or not).
 
-        When nothing else is left to evict, the sequence gives up its pin on the snapshot it resumed from: a sequence
-        that is alone can use the whole pool.
+        At last the sequence gives up its pin on the snapshot it resumed from: one that is alone can use the whole pool.
         """
         if capacity_tokens <= seq.capacity_tokens:
             return True

@@ -101,8 +101,10 @@ def build_tiers(
     )
     sizes = [f"host cache {host_bytes / MIB:,.0f} MiB"]
     if disk is not None:
-        held = sum(tiers.index.disk.used_bytes.values())
-        sizes.append(f"disk cache {disk_budget.num_bytes / MIB:,.0f} MiB with {held / MIB:,.1f} MiB in use")
+        held, others = tiers.index.disk.num_bytes / MIB, share.num_other_bytes / MIB
+        sizes.append(f"disk cache {disk_budget.num_bytes / MIB:,.0f} MiB with {held:,.1f} MiB in use")
+        if others:
+            sizes.append(f"{others:,.1f} MiB of it by other models")
     return BuiltTiers(tiers, ", ".join(sizes), tuple(notices))
 
 

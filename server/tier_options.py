@@ -17,8 +17,9 @@ def add_tier_options(group: argparse._ArgumentGroup) -> None:
         "or 0 (default: on an accelerator half of what is free; on a CPU only to read ahead from disk)",
     )  # fmt: skip
     group.add_argument(
-        "--disk-cache", type=_tier_size, metavar="SIZE", help="files in the state folder that a conversation goes on "
-        "from after a restart: SIZE, PAGES:SNAPSHOTS or 0 (default: a tenth of what is free, at most 4GiB)",
+        "--disk-cache", type=_tier_size, metavar="SIZE", help="files in the state folder, of all models together, "
+        "that a conversation goes on from after a restart: SIZE, PAGES:SNAPSHOTS or 0 (default: a tenth of what is "
+        "free, at most 4GiB)",
     )  # fmt: skip
     group.add_argument(
         "--int8-snapshots", action=argparse.BooleanOptionalAction, default=False, help="write recurrent states to disk "

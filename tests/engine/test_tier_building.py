@@ -85,7 +85,8 @@ def test_folders_of_other_models_make_room_unless_they_are_in_use(tmp_path: Path
     for path in [*used.iterdir(), *old.iterdir(), *shared.iterdir(), *foreign.iterdir()]:
         os.utime(path, (1, 1))
     held = lock_folder(used)
-    build(tmp_path, disk_bytes=2 * MIB)
+    built = build(tmp_path, disk_bytes=2 * MIB)
+    assert "disk cache 2 MiB with 0.0 MiB in use, 2.0 MiB of it by other models" in built.summary
     assert not old.exists()
     assert [path.name for path in shared.iterdir()] == ["notes.txt"]
     for folder in (used, new, foreign):

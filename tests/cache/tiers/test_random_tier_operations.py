@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_driver import MODEL_KINDS, CacheDriver, ModelKind
+from cache_driver import MODEL_KINDS, CacheDriver, ModelKind, Run
 from cache_machine import CacheMachine, conversations, index, roots, run_machine, tokens
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
@@ -97,6 +97,11 @@ class TierMachine(CacheMachine):
     @rule()
     def what_is_handed_over_gives_way(self) -> None:
         self.driver.tiers.loader.give_way()
+
+    def grow(self, run: Run, capacity: int) -> bool:
+        if self.driver.tiers.loader.is_handing_over:  # what is there of it may be given up in vain
+            return self.driver.cache.grow(run.seq, capacity)
+        return super().grow(run, capacity)
 
     def bring(self, prompt: list[int], root: str, conversation: str | None) -> None:
         tiers = self.driver.tiers
