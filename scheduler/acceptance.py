@@ -8,6 +8,7 @@ needed: a common bias would ruin the choice of how many nodes pay, different one
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98])
 NUM_BINS = len(EDGES) + 1
 TABLE_TRUST = 8.0  # nodes after which a bin counts as much as the drafter's word
 TABLE_LIMIT = 512.0  # nodes of a bin, which is halved then: what was learnt long ago fades
-REQUEST_TRUST = 4.0  # expected nodes after which a request's own factor counts as much as one
-REQUEST_MEMORY = 0.85  # a step's: an answer may turn to what the drafter does not know
+REQUEST_TRUST = 3.0  # expected nodes after which a request's own factor counts as much as one
+REQUEST_WINDOW = 8.0  # expected nodes that it remembers: an answer may turn to what the drafter does not know
 MAX_FACTOR = 1.5
 
 WINDOW_STEPS, WINDOW_EXPECTED = 32, 6.0  # with nothing accepted although so much was promised, a request rests
@@ -148,8 +149,9 @@ class AcceptanceStatistics:
         request = self._requests.get(request_id)
         if request is None:
             request = self._requests[request_id] = _Request()
-        request.expected = REQUEST_MEMORY * request.expected + expected
-        request.accepted = REQUEST_MEMORY * request.accepted + num_accepted
+        memory = math.exp(-expected / REQUEST_WINDOW)
+        request.expected = memory * request.expected + expected
+        request.accepted = memory * request.accepted + num_accepted
         request.factor = min((request.accepted + REQUEST_TRUST) / (request.expected + REQUEST_TRUST), MAX_FACTOR)
         request.promise.add(stated, num_accepted)
         if num_accepted:

@@ -14,8 +14,7 @@ import numpy as np
 from turnkeep.scheduler.cost_model import DraftLoad, StepCost
 from turnkeep.scheduler.proposed_nodes import Float64Array, Int64Array
 
-MAX_SAMPLES, MAX_NODES = 16, 384  # steps that are remembered, and nodes of them
-LEAST_GAIN = 1.02  # over plain decoding: the best of many estimates is rather too good
+MAX_SAMPLES, MAX_NODES = 8, 384  # steps that are remembered, and nodes of them
 CHEAP_DRAFTING = 0.02  # of a plain step: drafting that costs less is always done, its result is judged when it is there
 
 
@@ -87,7 +86,7 @@ class DraftOutlook:
         rates[numbers == 0] = 0.0
         places = rates.argmax(axis=1)
         plain_s = float(self._cost.decode_s(num_decodes, num_pairs, np.zeros(1))[0])
-        best, best_rate = Outlook(0, 0.0), LEAST_GAIN * num_decodes / plain_s
+        best, best_rate = Outlook(0, 0.0), num_decodes / plain_s
         for depth, place in enumerate(places.tolist(), start=1):
             rate = float(rates[depth - 1, place])
             is_free = best.depth == 0 and drafting_s[depth - 1] < CHEAP_DRAFTING * plain_s

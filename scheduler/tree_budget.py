@@ -36,7 +36,7 @@ LEAST_MEASURED = 64  # steps that are worth keeping for the next engine
 GROWTH = 1.5  # of the nodes that paid lately, proposed for the next step
 LEARN_EVERY, LEARN_STEPS = 8, 2  # verified drafts, or steps with some
 LOOK_EVERY = 16  # plain steps in a row
-OUTLOOK_STEPS = 8  # for which what may be proposed stays as it is
+OUTLOOK_STEPS = 4  # for which what may be proposed stays as it is
 
 
 @dataclass(slots=True)

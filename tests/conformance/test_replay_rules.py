@@ -222,7 +222,7 @@ def test_r46_folds_come_first_and_are_the_same_alone_and_together(kind: TinyKind
         run_both(bench)
         assert sum(len(plan.folds) > 1 for plan, _ in steps) > 0
         tensors = runner._storage.tensors
-        runner.fold(bench.loop._scheduler._cache.drain_folds())
+        runner.settle(bench.loop._scheduler._cache.drain_folds())
         outcomes.append([layer.clone() for name in sorted(tensors.states) for layer in tensors.states[name]])
         outcomes[-1].append(torch.tensor([bench.tokens("a"), bench.tokens("b")]))
     assert all(torch.equal(left, right) for left, right in zip(*outcomes, strict=True))

@@ -16,8 +16,8 @@ from turnkeep.scheduler.acceptance import (
     EDGES,
     MAX_DEPTH,
     MAX_FACTOR,
-    REQUEST_MEMORY,
     REQUEST_TRUST,
+    REQUEST_WINDOW,
     TABLE_LIMIT,
     TABLE_TRUST,
     AcceptanceStatistics,
@@ -78,7 +78,8 @@ class PlainStatistics:
                 cell[:] = cell[0] / 2, cell[1] / 2
         for name, path in zip(names, accepted, strict=True):
             own = self.requests.setdefault(name, [0.0, 0.0])
-            own[:] = REQUEST_MEMORY * own[0] + expected[name], REQUEST_MEMORY * own[1] + len(path)
+            memory = math.exp(-expected[name] / REQUEST_WINDOW)
+            own[:] = memory * own[0] + expected[name], memory * own[1] + len(path)
 
 
 def stated_edge(draft: DraftTree, node: int) -> float:
