@@ -131,7 +131,11 @@ def test_the_command_shows_what_lies_in_a_folder(tmp_path: Path, capsys: pytest.
     os.close(lock_folder(other, timeout_s=0.0))
 
 
-def test_without_a_state_folder_nothing_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_state_folder_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "state"
+    monkeypatch.setenv("TURNKEEP_STATE_DIR", str(state))
     assert cli.main(["inspect", "demo"]) == 0
     assert "Disk cache" not in capsys.readouterr().out
-    assert not (tmp_path / "home").exists()
+    assert not state.exists()
