@@ -1,8 +1,8 @@
 """Two engines that answer the same prompts in turns: tokens per second of the second against the first.
 
-Rounds of both alternate, so that what else the machine does falls on both; a ratio is of two rounds that follow each
-other. Each engine has answered everything once before it is measured, so that prompts come from the cache and what
-steps cost is known.
+Rounds of both alternate, or single steps of them, so that what else the machine does falls on both; a ratio is of two
+rounds that follow each other. Each engine has answered everything once before it is measured, so that prompts come
+from the cache and what steps cost is known.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ class Engine:
         self.loop: EngineLoop = build_engine(EngineConfig(model=model, **settings), self.events.append)[0]
         self._num_requests = 0
 
-    def answers(self, prompts: Prompts, sampling: SamplingParams) -> list[list[int]]:
-        """Submit all at once and step to the end."""
+    def submit(self, prompts: Prompts, sampling: SamplingParams) -> list[str]:
+        """All of them at once; the names under which `answers` gives what they got."""
         names = []
         for prompt in prompts:
             self._num_requests += 1
             names.append(f"r{self._num_requests}")
             self.loop.receive(Submit(request_id=names[-1], prompt_ids=list(prompt), sampling=sampling))
-        while self.loop.has_work:
-            self.loop.step()
+        return names
+
+    def answers(self, names: Sequence[str]) -> list[list[int]]:
+        """Once nothing is left to do."""
         found: dict[str, list[int]] = {name: [] for name in names}
         for event in self.events:
             if isinstance(event, Tokens):
@@ -65,11 +67,13 @@ class PairedSpeed:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.dtype = resolve_dtype(arguments.dtype)
         self._repeats: int = arguments.repeats
+        self._is_stepwise = arguments.turns == "steps"
         self._clock = time.perf_counter
         if arguments.clock == "cpu":
             self._clock = time.process_time
             runner.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
         self.report: dict[str, Any] = {"dtype": self.dtype, "seed": arguments.seed, "clock": arguments.clock}
+        self.report["turns"] = arguments.turns
 
     def engines(self, drafted: str, model: str = "demo") -> dict[str, Engine]:
         """One that decodes plainly, and one that drafts."""
@@ -84,11 +88,16 @@ class PairedSpeed:
         seconds: dict[str, list[float]] = {side: [] for side in engines}
         answers: dict[str, list[list[int]]] = {}
         for repeat in range(self._repeats + 1):
-            for side, engine in engines.items():
-                started_s = self._clock()
-                answers[side] = [answer for group in groups for answer in engine.answers(group, sampling)]
-                if repeat:  # the first round warms up
-                    seconds[side].append(self._clock() - started_s)
+            answers = {side: [] for side in engines}
+            of_round = dict.fromkeys(engines, 0.0)
+            pairs = [engines] if self._is_stepwise else [{side: engine} for side, engine in engines.items()]
+            for together in pairs:
+                for group in groups:
+                    for side, found in self._answer(together, group, sampling, of_round).items():
+                        answers[side] += found
+            if repeat:  # the first round warms up
+                for side, own in of_round.items():
+                    seconds[side].append(own)
         (plain_s, drafted_s), (plain, drafted) = seconds.values(), answers.values()
         num_tokens = sum(map(len, plain))
         ratios = [before / after for before, after in zip(plain_s, drafted_s, strict=True)]
@@ -103,6 +112,25 @@ class PairedSpeed:
             "ratios": [round(ratio, 3) for ratio in ratios],
         }
         return num_different
+
+    def _answer(
+        self, engines: Mapping[str, Engine], group: Prompts, sampling: SamplingParams, seconds: dict[str, float]
+    ) -> dict[str, list[list[int]]]:
+        """Steps of these engines in turns, each time another first, until all have answered."""
+        names = {}
+        for side, engine in engines.items():
+            started_s = self._clock()
+            names[side] = engine.submit(group, sampling)
+            seconds[side] += self._clock() - started_s
+        order = list(engines)
+        while any(engine.loop.has_work for engine in engines.values()):
+            for side in order:
+                if engines[side].loop.has_work:
+                    started_s = self._clock()
+                    engines[side].loop.step()
+                    seconds[side] += self._clock() - started_s
+            order.reverse()
+        return {side: engine.answers(names[side]) for side, engine in engines.items()}
 
     def print(self) -> None:
         """The report as JSON, with the machine."""
@@ -121,6 +149,9 @@ def options(description: str) -> argparse.ArgumentParser:
         choices=("wall", "cpu"),
         default="wall",
         help="cpu: the seconds of this process, also in what engines learn about steps; for busy machines",
+    )
+    parser.add_argument(
+        "--turns", choices=("rounds", "steps"), default="rounds", help="what alternates: steps are least disturbed"
     )
     parser.add_argument("--seed", type=int, default=100)
     return parser
