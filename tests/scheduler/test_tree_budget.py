@@ -13,9 +13,10 @@ from drafting_world import World, grow
 
 from turnkeep.scheduler.acceptance import AcceptanceStatistics
 from turnkeep.scheduler.cost_model import StepCost, StepCostFile, StepLoad
+from turnkeep.scheduler.draft_probes import MAX_PROBE_EVERY
 from turnkeep.scheduler.drafts import DraftTree, TreeGrant
 from turnkeep.scheduler.speculation_config import SpeculationConfig
-from turnkeep.scheduler.tree_budget import LOOK_EVERY, TreeBudget
+from turnkeep.scheduler.tree_budget import LOOK_EVERY, MAX_FIRST, TreeBudget
 
 GRANT = TreeGrant(num_nodes=99, max_nodes_per_request=9, max_depth=4, max_children=3)
 CONFIG = SpeculationConfig(6, 3, 15)
@@ -155,6 +156,28 @@ def test_little_is_lost_before_it_is_known_that_drafts_are_never_right(step_s: o
     for seed in range(3):
         world = World(make_budget(), num_requests, step_s, draft_level_s=3e-4, skills=(0.02,), seed=seed)
         assert world.run(40) > 0.95 * num_requests / step_s(num_requests, 0)
+
+
+def test_plain_steps_come_before_the_first_drafts_of_so_many_requests_but_few() -> None:
+    world = World(make_budget(), 4, linear, skills=(0.85,))
+    world.run(8)
+    assert world.num_nodes[:3] == [0, 0, 0]
+    assert all(world.num_nodes[4:])
+    budget = make_budget()  # whose steps all have prompts among them, so that none is measured as plain
+    assert [budget.grant(4, 2000) is None for _ in range(MAX_FIRST + 1)] == [True] * MAX_FIRST + [False]
+
+
+def test_what_a_probe_finds_counts_and_not_what_was_proposed_before_it() -> None:
+    world = World(make_budget(), 4, linear, draft_level_s=1e-3, skills=(0.85,))
+    world.run(100)
+    world.skills = (0.02,)
+    world.run(150)
+    world.skills = (0.85,)
+    assert not world.num_nodes[-1]
+    num_steps = next(number for number in range(MAX_PROBE_EVERY) if world.run(1) and world.num_nodes[-1])
+    assert num_steps < MAX_PROBE_EVERY
+    world.run(12)
+    assert sum(number > 0 for number in world.num_nodes[-8:]) == 8
 
 
 def test_drafts_grow_at_once_where_they_are_right() -> None:

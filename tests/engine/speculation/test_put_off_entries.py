@@ -12,11 +12,12 @@ import torch
 from engine_builders import LoopBench, make_demo_loop, submit
 from head_bench import GREEDY, NOTHING, PAGE_SIZE, Bench, assert_same_entries
 
+from turnkeep.cache.copies import RowCopy
 from turnkeep.engine.messages import Abort, EndTurn
 from turnkeep.engine.speculation.head_drafter import MAX_PUT_OFF
 from turnkeep.scheduler.drafts import TreeGrant
 from turnkeep.scheduler.speculation_config import SpeculationConfig
-from turnkeep.scheduler.step_plan import StepItem
+from turnkeep.scheduler.step_plan import StepItem, StepOutput, StepPlan
 
 SMALL = TreeGrant(9, 4, 3, 2)
 
@@ -104,10 +105,46 @@ def test_entries_that_go_on_in_another_page_are_made_before() -> None:
     decode(bench, {0: 5})
     decode(bench, {0: 6})
     resumed = item(bench, 0, 7)
-    bench.drafter.settle([resumed])
+    assert bench.drafter.settle([resumed])
     assert num_missing(bench, 0, 7) == 2
     bench.drafter.settle([replace(resumed, page_ids=resumed.page_ids[::-1])])  # suspended, and resumed with a copy
     assert num_missing(bench, 0, 7) == 0
+
+
+def test_a_step_in_another_row_does_not_go_on_with_the_last() -> None:
+    bench = Bench("qwen3_5", num_sequences=1)
+    bench.drafter.propose([bench.request(0, 0, 5)], NOTHING)
+    decode(bench, {0: 5})
+    assert not bench.drafter.settle([replace(item(bench, 0, 6), state_row=2)])
+    assert num_missing(bench, 0, 6) == 0
+
+
+def copied_hidden_state(*, settled: bool) -> torch.Tensor:
+    """Of a live row that a step copies, some plain steps after its prompt."""
+    bench = make_demo_loop("head", num_pages=34)
+    runner = bench.loop._runner
+    bench.loop._scheduler._drafting.grant = lambda running: None
+    bench.loop.receive(submit("a", list(range(300, 320)), 12, ignore_eos=True))
+    for _ in range(6):
+        bench.loop.step()
+    run, (rows,) = runner.run, runner._storage.tensors.states["draft_hidden"]
+
+    def copying(plan: StepPlan) -> StepOutput:
+        if settled:
+            runner.settle(())
+        live = plan.items[0].state_row
+        assert live is not None
+        return run(replace(plan, row_copies=(RowCopy(live, len(rows) - 1),)))
+
+    runner.run = copying
+    bench.loop.step()
+    return rows[-1].clone()
+
+
+def test_rows_are_written_before_they_are_copied() -> None:
+    torch.testing.assert_close(
+        copied_hidden_state(settled=False), copied_hidden_state(settled=True), atol=0.0, rtol=0.0
+    )
 
 
 @dataclass
